@@ -1,0 +1,114 @@
+"""The contract of a checkpoint format: a pure translation between tensors on disk and hub records.
+
+A format describes the tensors it owns and translates; it opens no file, knows no model and no kernel. One file of this
+folder holds one format, and the registry finds it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fewbit.numerics import QuantizedTensor
+from fewbit.spec.key import LinearKey
+from fewbit.spec.layout import TensorSpec
+from fewbit.spec.pattern import Matcher, matches
+from fewbit.spec.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of one tensor: safetensors' dtype name (`BF16`, `F8_E4M3`, `I32`, ...) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """What a quantized layer of a checkpoint is: its key, and which of the format's variants stores it."""
+
+    key: LinearKey
+    variant: str = ""
+
+
+class CheckpointFormat(ABC):
+    """One on-disk format.
+
+    The rule of truth: the tensors that are there decide what a layer is; the configuration says how to read them.
+    """
+
+    name: ClassVar[str]
+    """What `--format` and recipes call it."""
+
+    quant_methods: ClassVar[tuple[str, ...]]
+    """Values of `quantization_config.quant_method` that announce it, lower case."""
+
+    matcher: ClassVar[Matcher] = staticmethod(matches)
+    """The format's own rule for target and ignore lists."""
+
+    @abstractmethod
+    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+        """The scheme that a `quantization_config` describes, patterns as written (see `matcher`).
+
+        Raises:
+            CheckpointError: the configuration is not one of this format, or asks for what is not supported.
+        """
+
+    @abstractmethod
+    def describe(
+        self, scheme: Scheme, module: str, headers: Mapping[str, TensorHeader], class_name: str = "Linear"
+    ) -> StoredLayer | None:
+        """What the module's tensors are.
+
+        Args:
+            scheme: from `scheme`.
+            module: dotted name on disk.
+            headers: the module's tensors, by their name below the module's (`weight_packed`, `weight_scale`, ...).
+            class_name: the module's class where a model is known.
+
+        Returns:
+            The stored layer, or None for a plain (unquantized) one.
+
+        Raises:
+            CheckpointError: a scale, zero point or index has no weight to belong to, or the tensors contradict one
+                another.
+        """
+
+    @abstractmethod
+    def specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
+        """The tensors that such a layer stores, optional ones included."""
+
+    @abstractmethod
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+        """The hub record of a layer, codes left in the layout they have on disk.
+
+        Args:
+            stored: from `describe`.
+            tensors: by name below the module's.
+            shape: the layer's logical [N, K].
+
+        Raises:
+            CheckpointError: a tensor has the wrong shape or dtype, or a scale is not finite.
+        """
+
+    @abstractmethod
+    def write(self, record: QuantizedTensor, key: LinearKey) -> dict[str, Tensor]:
+        """The tensors that store a record, by name below the module's; the inverse of `read`."""
+
+    @abstractmethod
+    def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
+        """Why this format cannot hold a layer of that key and shape, with the numbers; None where it can."""
+
+    @abstractmethod
+    def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` to write.
+
+        Args:
+            layers: module name -> key, every quantized layer.
+            plain: names of the linear layers that stay as they are.
+        """

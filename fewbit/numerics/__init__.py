@@ -1,0 +1,20 @@
+"""The arithmetic that defines every format: casts, scale rules, quantize and dequantize, and the hub record."""
+
+from fewbit.numerics.cast import code_dtype, decode, encode, finite_codes, float_element, round_to
+from fewbit.numerics.quantize import dequantize, effective_scale, quantize, quantize_with
+from fewbit.numerics.tensor import ROLES, QuantizedTensor
+
+__all__ = [
+    "ROLES",
+    "QuantizedTensor",
+    "code_dtype",
+    "decode",
+    "dequantize",
+    "effective_scale",
+    "encode",
+    "finite_codes",
+    "float_element",
+    "quantize",
+    "quantize_with",
+    "round_to",
+]

@@ -1,0 +1,125 @@
+"""Quantize and dequantize by key, round to nearest: the definition of every scheme, in plain tensor code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbit.numerics.blocks import block_extremes, from_blocks, over_blocks, to_blocks
+from fewbit.numerics.cast import decode, encode
+from fewbit.numerics.ranges import asymmetric_scale, global_scale_of, symmetric_scale
+from fewbit.numerics.tensor import QuantizedTensor
+from fewbit.spec.key import QuantKey
+from fewbit.spec.layout import PLAIN
+from fewbit.spec.recipe import ScaleRules
+
+DEFAULT_RULES = ScaleRules()
+
+
+def quantize(
+    numbers: Tensor, key: QuantKey, rules: ScaleRules = DEFAULT_RULES, global_scale: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantizes by round to nearest, scales from the extremes of each rectangle.
+
+    Args:
+        numbers: [..., R, C], any float dtype; finite.
+        key: how to quantize; whether it is static or dynamic does not matter here.
+        rules: see `ScaleRules`.
+        global_scale: float64 second-level multiplier [..., 1, 1] that fused members share, instead of the tensor's own.
+
+    Returns:
+        A record in the plain layout.
+
+    Raises:
+        ValueError: `numbers` has fewer than two axes, or holds NaN or infinity.
+    """
+    if numbers.dim() < 2:
+        raise ValueError(f"quantize needs at least two axes, found shape {tuple(numbers.shape)}")
+    shape = tuple(numbers.shape)
+    blocks = to_blocks(numbers.float(), key.granularity)
+    low, high = block_extremes(blocks)
+    if not (low.isfinite().all() and high.isfinite().all()):
+        raise ValueError("quantize needs finite numbers, found NaN or infinity")
+    if key.global_scale is not None and global_scale is None:
+        global_scale = global_scale_of(
+            block_extremes(to_blocks(torch.maximum(high, -low), key.global_scale.granularity))[1], key
+        )
+    if key.symmetric:
+        tensors = {"scale": symmetric_scale(torch.maximum(high, -low), key, rules, global_scale)}
+    else:
+        scale, zero_point = asymmetric_scale(low, high, key)
+        tensors = {"scale": scale, "zero_point": zero_point}
+    if global_scale is not None:
+        tensors["global_scale"] = global_scale
+    tensors["codes"] = from_blocks(_codes(blocks, key, tensors), shape).contiguous()
+    return QuantizedTensor(key, shape, tensors)
+
+
+def quantize_with(numbers: Tensor, key: QuantKey, scale: Tensor, zero_point: Tensor | None = None) -> QuantizedTensor:
+    """Quantizes by round to nearest with scales that are already known (static activations).
+
+    Args:
+        numbers: [..., R, C], any float dtype; numbers beyond the range saturate.
+        key: how to quantize.
+        scale: multipliers in the scale element's dtype; [..., R', C'] or one for all.
+        zero_point: codes of zero, for asymmetric keys.
+
+    Returns:
+        A record in the plain layout.
+    """
+    shape = tuple(numbers.shape)
+    scale_shape = key.granularity.scale_shape(shape)
+    tensors = {"scale": scale.expand(scale_shape)}
+    if zero_point is not None:
+        tensors["zero_point"] = zero_point.expand(scale_shape)
+    blocks = to_blocks(numbers.float(), key.granularity)
+    tensors["codes"] = from_blocks(_codes(blocks, key, tensors), shape).contiguous()
+    return QuantizedTensor(key, shape, tensors)
+
+
+def dequantize(record: QuantizedTensor) -> Tensor:
+    """The numbers a plain record stands for, float32 of its logical shape.
+
+    `(code - zero_point) * scale`, each scale first combined with the global scale and rounded to float32 once. A record
+    in another layout is unpacked first, by `fewbit.packing.unpack_record`.
+    """
+    assert record.layout == PLAIN and record.zero_point_layout == PLAIN, "unpack the record before dequantizing it"
+    numbers = decode(record["codes"], record.key.element)
+    if "order" in record:
+        return _dequantize_ordered(numbers, record)
+    blocks = to_blocks(numbers, record.key.granularity)
+    if "zero_point" in record:
+        blocks = blocks - over_blocks(decode(record["zero_point"], record.key.element))
+    blocks = blocks * over_blocks(effective_scale(record))
+    if "minimum" in record:
+        blocks = blocks + over_blocks(record["minimum"].float())
+    return from_blocks(blocks, record.shape)
+
+
+def effective_scale(record: QuantizedTensor) -> Tensor:
+    """First-level scales times the global scale, float32 [..., R', C']."""
+    scale = decode(record["scale"], record.key.scale.element)
+    if "global_scale" not in record:
+        return scale
+    # The product of a float32 and the float64 reciprocal of a float32, rounded once, equals the exact division: the
+    # quotient of two 24-bit numbers is never close enough to a midpoint for the 2**-52 error to matter.
+    return (scale.double() * record["global_scale"]).float()
+
+
+def _codes(blocks: Tensor, key: QuantKey, tensors: dict[str, Tensor]) -> Tensor:
+    scale = decode(tensors["scale"], key.scale.element)
+    if "global_scale" in tensors:
+        scale = (scale.double() * tensors["global_scale"]).float()
+    scaled = blocks / over_blocks(scale)
+    if "zero_point" in tensors:
+        scaled = scaled + over_blocks(decode(tensors["zero_point"], key.element))
+    return encode(scaled, key.element)
+
+
+def _dequantize_ordered(numbers: Tensor, record: QuantizedTensor) -> Tensor:
+    """Act-order: input feature k belongs to group `order[k]` rather than k // group size."""
+    groups = record["order"].long()
+    scale = effective_scale(record)[..., groups]
+    if "zero_point" in record:
+        numbers = numbers - decode(record["zero_point"], record.key.element)[..., groups]
+    return numbers * scale

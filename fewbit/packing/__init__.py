@@ -1,0 +1,1 @@
+"""Bit layouts as inverse pairs, one file each."""

@@ -1,0 +1,120 @@
+"""Layouts (where the bits of a code lie) and tensor specs (which tensors a format stores for a layer).
+
+Element and storage are separate: `int4` says which numbers exist, a `Layout` says that eight of them share an int32
+word along K, lowest bits first, each stored plus 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from fewbit.errors import ShapeError
+
+Axis = Literal["N", "K"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the codes of a tensor [..., N, K] lie.
+
+    Attributes:
+        packing: name of the packing in `fewbit.packing` that turns codes into this layout and back.
+        bits: bits of a stored code.
+        axis: the logical axis along which codes share words; N is the second to last axis, K the last.
+        word_bits: width of a storage word, 8 or 32.
+        offset: added to a code before it is stored, so that a signed code becomes a plain field.
+    """
+
+    packing: str = "plain"
+    bits: int = 8
+    axis: Axis = "K"
+    word_bits: int = 8
+    offset: int = 0
+
+    def __str__(self) -> str:
+        if self == PLAIN:
+            return "plain"
+        plus = f"+{self.offset}" if self.offset else ""
+        return f"{self.packing}{self.bits}{plus}:{self.axis}:w{self.word_bits}"
+
+
+PLAIN = Layout()
+"""One code per element of the tensor, in the dtype that torch has for the element (uint8 where it has none)."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One axis of a stored tensor: ceil(axis * factor / divisor), or a constant where `axis` is None."""
+
+    axis: Axis | None = None
+    factor: int = 1
+    divisor: int = 1
+
+    def size(self, rows: int, columns: int) -> int:
+        """The extent for a layer of `rows` output and `columns` input features."""
+        if self.axis is None:
+            return self.factor
+        whole = rows if self.axis == "N" else columns
+        return -(-whole * self.factor // self.divisor)
+
+    @property
+    def quantum(self) -> int:
+        """How many features of `axis` the smallest separable piece holds."""
+        return self.divisor // gcd(self.factor, self.divisor)
+
+
+ONE = Extent()
+ROWS = Extent("N")
+COLUMNS = Extent("K")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that a format stores for a layer.
+
+    Attributes:
+        role: what it is in the hub (`codes`, `scale`, `zero_point`, `global_scale`, `order`, `input_scale`, ...).
+        name: its name on disk below the layer's, say `weight_packed`.
+        shape: one `Extent` per axis.
+        dtype: torch's name of the stored dtype; None accepts any float dtype.
+        optional: whether a checkpoint may leave it out.
+    """
+
+    role: str
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str | None
+    optional: bool = False
+
+    def shape_of(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The tensor's shape for a layer of `rows` output and `columns` input features."""
+        return tuple(extent.size(rows, columns) for extent in self.shape)
+
+    def shard(self, axis: Axis, extent: int, rank: int, world: int) -> tuple[int, int, int] | None:
+        """Which slice of this tensor rank `rank` of `world` holds when the layer is split along `axis`.
+
+        Args:
+            axis: N (column parallel) or K (row parallel).
+            extent: the layer's whole extent along it.
+
+        Returns:
+            (tensor axis, start, length), or None where every rank holds the whole tensor.
+
+        Raises:
+            ShapeError: the split would cut a word, a group or a block.
+        """
+        for position, stored in enumerate(self.shape):
+            if stored.axis != axis:
+                continue
+            share, rest = divmod(extent, world)
+            if rest or share % stored.quantum:
+                raise ShapeError(
+                    f"{self.name} cannot be split {world} ways along {axis}: {extent} features are no multiple of "
+                    f"{world} x {stored.quantum}.",
+                    "Use fewer ranks, or a group size that divides each rank's share.",
+                )
+            length = share * stored.factor // stored.divisor
+            return position, rank * length, length
+        return None

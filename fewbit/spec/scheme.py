@@ -1,0 +1,103 @@
+"""Schemes: which modules get which key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fewbit.errors import SchemeError
+from fewbit.spec.element import Element
+from fewbit.spec.granularity import Granularity
+from fewbit.spec.key import LinearKey, QuantKey
+from fewbit.spec.pattern import Matcher, matches, unmatched
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The modules that `targets` name get `key`."""
+
+    targets: tuple[str, ...]
+    key: LinearKey
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Module pattern -> `LinearKey`, exclusions, and the KV cache's key.
+
+    The first rule that names a module decides; `ignore` beats every rule.
+
+    Attributes:
+        name: what people call it, say `W4A16`.
+        rules: tried in order.
+        ignore: patterns of modules that stay as they are.
+        kv_cache: key of the KV cache, or None where it stays in the model's dtype.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    ignore: tuple[str, ...] = ("lm_head",)
+    kv_cache: QuantKey | None = None
+
+    def key_for(self, name: str, class_name: str = "Linear", matcher: Matcher = matches) -> LinearKey | None:
+        """The key of the module, or None where it stays as it is."""
+        if any(matcher(pattern, name, class_name) for pattern in self.ignore):
+            return None
+        for rule in self.rules:
+            if any(matcher(target, name, class_name) for target in rule.targets):
+                return rule.key
+        return None
+
+    def unmatched(self, modules: Iterable[tuple[str, str]], matcher: Matcher = matches) -> list[str]:
+        """The patterns, targets and exclusions alike, that name none of `modules` (name, class name)."""
+        patterns = [*(target for rule in self.rules for target in rule.targets), *self.ignore]
+        return unmatched(patterns, modules, matcher)
+
+    def ignoring(self, patterns: Iterable[str]) -> Scheme:
+        """The same scheme with more exclusions."""
+        return replace(self, ignore=tuple(dict.fromkeys([*self.ignore, *patterns])))
+
+    def with_granularity(self, granularity: Granularity) -> Scheme:
+        """The same scheme with its weight scales at another granularity.
+
+        Raises:
+            SchemeError: the scheme's group is part of its format (MX, NVFP4) or its weights have no groups.
+        """
+        for rule in self.rules:
+            weight = rule.key.weight
+            if weight.global_scale or weight.scale.element.is_exponent_only or weight.granularity.kind == "block":
+                raise SchemeError(
+                    f"{self.name} fixes its own granularity ({weight.granularity}).", "Leave the group size out."
+                )
+        return self._map_weights(lambda key: key.with_granularity(granularity))
+
+    def with_scale_element(self, element: Element) -> Scheme:
+        """The same scheme with 16- and 32-bit float weight scales stored in `element`."""
+        return self._map_weights(lambda key: key.with_scale_element(element) if key.scale.element.bits > 8 else key)
+
+    def _map_weights(self, change: Any) -> Scheme:
+        rules = tuple(replace(rule, key=replace(rule.key, weight=change(rule.key.weight))) for rule in self.rules)
+        return replace(self, rules=rules)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return {
+            "name": self.name,
+            "rules": [{"targets": list(rule.targets), "key": str(rule.key)} for rule in self.rules],
+            "ignore": list(self.ignore),
+            "kv_cache": str(self.kv_cache) if self.kv_cache else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Scheme:
+        """Reads `to_json` back.
+
+        Raises:
+            SchemeError: a field is missing or cannot be understood.
+        """
+        try:
+            rules = tuple(Rule(tuple(rule["targets"]), LinearKey.parse(rule["key"])) for rule in data["rules"])
+            kv_cache = QuantKey.parse(data["kv_cache"]) if data.get("kv_cache") else None
+            return cls(data["name"], rules, tuple(data["ignore"]), kv_cache)
+        except (KeyError, TypeError) as error:
+            raise SchemeError(f"The scheme's JSON lacks or misuses {error}.", "Compare it with a saved one.") from error
