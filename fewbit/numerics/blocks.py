@@ -18,8 +18,9 @@ def to_blocks(tensor: Tensor, granularity: Granularity) -> Tensor:
     if pad_rows or pad_columns:
         tensor = F.pad(tensor, (0, pad_columns, 0, pad_rows))
     *lead, height, width = granularity.scale_shape(tuple(tensor.shape))
-    # A whole axis that is empty still has one (empty) rectangle.
-    return tensor.reshape(*lead, height, tensor.shape[-2] // height, width, tensor.shape[-1] // width)
+    # A whole axis that is empty still has one (empty) rectangle; one cut into groups has none.
+    inside = (tensor.shape[-2] // max(1, height), tensor.shape[-1] // max(1, width))
+    return tensor.reshape(*lead, height, inside[0], width, inside[1])
 
 
 def from_blocks(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -45,7 +45,8 @@ def encode(numbers: Tensor, element: Element) -> Tensor:
     """Codes of `numbers`, rounded to nearest with ties to even and saturated.
 
     Infinities saturate to the largest finite number. NaN stays NaN where the element has one and becomes zero where it
-    has none; callers that must not lose a NaN check before.
+    has none; callers that must not lose a NaN check before. E8M0 holds powers of two only, so "even" means nothing
+    there: a number halfway between two of them goes to the larger.
 
     Args:
         numbers: any float dtype and shape.
@@ -98,10 +99,10 @@ def _encode_small_float(numbers: Tensor, element: Element) -> Tensor:
 
 
 def _encode_exponent(numbers: Tensor, element: Element) -> Tensor:
-    """E8M0 code of the power of two nearest to each number, by ratio below and above; NaN where there is none."""
+    """E8M0 code of the power of two nearest to each number, 1.5 times one going up as torch's own cast does."""
     clamped = numbers.clamp(element.min, element.max)
     exponent = _floor_log2(clamped)
-    above = clamped > torch.ldexp(torch.full_like(clamped, 1.5), exponent)
+    above = clamped >= torch.ldexp(torch.full_like(clamped, 1.5), exponent)
     code = (exponent + above + element.bias).clamp_(0, (1 << element.bits) - 2)
     nan = torch.full_like(code, (1 << element.bits) - 1)
     return torch.where(numbers.isnan(), nan, code).to(torch.uint8)

@@ -31,7 +31,8 @@ def quantize(
         A record in the plain layout.
 
     Raises:
-        ValueError: `numbers` has fewer than two axes, or holds NaN or infinity.
+        ValueError: `numbers` has fewer than two axes, or holds NaN or infinity, or a number below zero although the key
+            is that of an unsigned element without zero points.
     """
     if numbers.dim() < 2:
         raise ValueError(f"quantize needs at least two axes, found shape {tuple(numbers.shape)}")
@@ -44,6 +45,8 @@ def quantize(
         global_scale = global_scale_of(
             block_extremes(to_blocks(torch.maximum(high, -low), key.global_scale.granularity))[1], key
         )
+    if key.symmetric and key.element.min == 0 and bool((low < 0).any()):
+        raise ValueError(f"{key} has no numbers below zero, found {low.min().item()}; use an asymmetric key")
     if key.symmetric:
         tensors = {"scale": symmetric_scale(torch.maximum(high, -low), key, rules, global_scale)}
     else:
@@ -84,7 +87,10 @@ def dequantize(record: QuantizedTensor) -> Tensor:
     in another layout is unpacked first, by `fewbit.packing.unpack_record`.
     """
     assert record.layout == PLAIN and record.zero_point_layout == PLAIN, "unpack the record before dequantizing it"
-    numbers = decode(record["codes"], record.key.element)
+    if "codebook" in record:
+        numbers = record["codebook"].float()[record["codes"].int()]
+    else:
+        numbers = decode(record["codes"], record.key.element)
     if "order" in record:
         return _dequantize_ordered(numbers, record)
     blocks = to_blocks(numbers, record.key.granularity)

@@ -3,8 +3,8 @@
 A scale is always rounded to its stored element before any code is computed from it, is finite and is never zero: a
 rectangle of zeros, or one whose scale would underflow, gets the smallest or a neutral scale and codes of zero.
 
-Sources: formats.md section 11 of the house's references; OCP MX 1.0 section 6.3 for `floor`; NVFP4 as compressed-tensors
-and ModelOpt write it.
+Sources: formats.md section 11 of the house's references; OCP MX 1.0 section 6.3 for `floor`; NVFP4 as
+compressed-tensors and ModelOpt write it.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def global_scale_of(magnitude: Tensor, key: QuantKey) -> Tensor:
 
 
 def stored_scale(scale: Tensor, stored: Element) -> Tensor:
-    """`scale` rounded to its stored element; zero becomes one, anything else stays within the element's finite range."""
+    """`scale` rounded to its stored element; zero becomes one, all else stays within the element's finite range."""
     bounded = scale.clamp(stored.smallest_positive, stored.max)
     return encode(torch.where(scale > 0, bounded, torch.ones_like(scale)), stored)
 
 
 def _largest_code(element: Element, rules: ScaleRules) -> float:
-    if element.is_integer and rules.integer == "full":
+    if element.is_integer and element.signed and rules.integer == "full":
         return (element.max - element.min) / 2
     return element.max
 
@@ -84,9 +84,9 @@ def _exponent_scale(magnitude: Tensor, element: Element, rule: str) -> Tensor:
     if rule == "ceil":
         fraction, exponent = torch.frexp(magnitude / element.max)
         exponent = exponent - (fraction == 0.5).int()  # an exact power of two needs no rounding up
+    elif rule == "even":
+        exponent = _rounded_exponent(magnitude, element.mantissa_bits) - _exponent_of_max(element)
     else:
-        if rule == "even":
-            magnitude = _round_mantissa(magnitude, element.mantissa_bits)
         exponent = torch.frexp(magnitude).exponent - 1 - _exponent_of_max(element)
     neutral = torch.full_like(exponent, 0)
     exponent = torch.where(magnitude > 0, exponent, neutral)
@@ -97,8 +97,12 @@ def _exponent_of_max(element: Element) -> int:
     return element.bits - 2 if element.is_integer else element.max_exponent
 
 
-def _round_mantissa(magnitude: Tensor, bits: int) -> Tensor:
-    """Magnitudes with their mantissa rounded half up to `bits` bits, by integer arithmetic on the float's own bits."""
+def _rounded_exponent(magnitude: Tensor, bits: int) -> Tensor:
+    """floor(log2) of magnitudes whose mantissa is first rounded half up to `bits` bits.
+
+    Integer arithmetic on the float's own bits: a carry out of the mantissa raises the exponent field, which is read
+    back without making the number, since the one above the largest float would be infinite. Subnormals count as
+    2**-127, which is as small as E8M0 gets.
+    """
     raw = magnitude.contiguous().view(torch.int32)
-    half = 1 << (22 - bits)
-    return ((raw + half) & ~(2 * half - 1)).view(torch.float32)
+    return ((raw + (1 << (22 - bits))) >> 23) - 127

@@ -5,7 +5,8 @@ Code i of a run along `layout.axis` occupies bits [i * bits, (i + 1) * bits) of 
 
 This one layout is GPTQ's (int32 along K of a transposed weight), AutoRound's, compressed-tensors' pack-quantized (int32
 along K, codes plus 2**(bits-1)) and its zero points (along N), Humming's, the FP4 pairs of NVFP4 and MXFP4 (uint8, low
-nibble first) and MXFP6's four codes in three bytes. Sources: formats.md sections 0, 3 and 11; compressed-tensors 0.20.1.
+nibble first) and MXFP6's four codes in three bytes. Sources: formats.md sections 0, 3 and 11; compressed-tensors
+0.20.1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fewbit.errors import ShapeError
 from fewbit.numerics.cast import code_dtype
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
@@ -30,6 +32,11 @@ class Dense(Packing):
     name: ClassVar[str] = "dense"
 
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        if layout.word_bits not in _WORD_DTYPES or not 1 <= layout.bits <= 8:
+            raise ShapeError(
+                f"There are no dense words of {layout.word_bits} bits that hold codes of {layout.bits} bits.",
+                f"Use 1 to 8 bits in words of {' or '.join(map(str, _WORD_DTYPES))}.",
+            )
         words = -(-_along(shape, layout) * layout.bits // layout.word_bits)
         return (*shape[:-1], words) if layout.axis == "K" else (*shape[:-2], words, shape[-1])
 
@@ -61,13 +68,12 @@ class Dense(Packing):
             if shift + layout.bits > width:
                 field = field | (raw[..., word + 1] << (width - shift))
             fields[..., position] = field
-        fields = fields.flatten(-2)[..., :count] & ((1 << layout.bits) - 1)
         dtype = code_dtype(element)
-        if dtype is torch.int8:
-            half = 1 << (layout.bits - 1)
-            # Two's complement where nothing was added, else undo what was.
-            fields = ((fields + half) & (2 * half - 1)) - half if layout.offset == 0 else fields - layout.offset
-        codes = _axis_back(fields, layout)
+        # A field is the code plus the offset modulo 2**bits; the code is the one of that remainder in the element's
+        # range, which starts at zero or, in two's complement, at minus half.
+        half = 1 << (layout.bits - 1) if dtype is torch.int8 else 0
+        fields = fields.flatten(-2)[..., :count] - layout.offset + half
+        codes = _axis_back((fields & ((1 << layout.bits) - 1)) - half, layout)
         return codes.to(torch.uint8).view(dtype) if dtype.is_floating_point else codes.to(dtype)
 
 

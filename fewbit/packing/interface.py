@@ -14,8 +14,8 @@ from fewbit.spec.layout import Layout
 class Packing(ABC):
     """Turns codes [..., N, K] into stored words and back.
 
-    `unpack(pack(codes)) == codes` for every code of the element and every shape that `packed_shape` accepts; a generic
-    test holds every registered packing to it.
+    `unpack(pack(codes)) == codes` for every code of the element and every shape and layout that `packed_shape` accepts;
+    a generic test holds every registered packing to it.
     """
 
     name: ClassVar[str]
@@ -23,7 +23,11 @@ class Packing(ABC):
 
     @abstractmethod
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        """Shape of the stored words of codes of `shape`."""
+        """Shape of the stored words of codes of `shape`.
+
+        Raises:
+            ShapeError: this packing does not hold codes of that shape, or has no such layout.
+        """
 
     @abstractmethod
     def pack(self, codes: Tensor, layout: Layout) -> Tensor:

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fewbit.errors import ShapeError
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
-from fewbit.spec.layout import Layout
+from fewbit.spec.layout import PLAIN, Layout
 
 
 class Plain(Packing):
@@ -17,6 +18,8 @@ class Plain(Packing):
     name: ClassVar[str] = "plain"
 
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        if layout != PLAIN:
+            raise ShapeError(f"The plain packing has no bits, words or offsets, found {layout}.", "Use PLAIN.")
         return shape
 
     def pack(self, codes: Tensor, layout: Layout) -> Tensor:

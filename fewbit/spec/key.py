@@ -93,13 +93,13 @@ class QuantKey:
         Raises:
             SchemeError: the text is no key; the message says which part.
         """
-        first, _, second = text.strip().partition("/")
+        first, slash, second = text.strip().partition("/")
         element_text, _, scale_text = first.partition(":")
         symmetric = not scale_text.startswith("asym:")
         return cls(
             Element.parse(element_text),
             ScaleSpec.parse(scale_text.removeprefix("asym:")),
-            ScaleSpec.parse(second) if second else None,
+            ScaleSpec.parse(second) if slash else None,
             symmetric,
         )
 
@@ -121,8 +121,8 @@ class LinearKey:
         Raises:
             SchemeError: the text is no key; the message says which part.
         """
-        weight, _, activation = text.partition(" * ")
-        return cls(QuantKey.parse(weight), QuantKey.parse(activation) if activation else None)
+        weight, star, activation = text.partition("*")
+        return cls(QuantKey.parse(weight), QuantKey.parse(activation) if star else None)
 
 
 def _product(shape: tuple[int, ...]) -> int:

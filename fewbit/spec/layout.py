@@ -109,6 +109,8 @@ class TensorSpec:
             if stored.axis != axis:
                 continue
             share, rest = divmod(extent, world)
+            if world == 1:  # nothing is cut, so a short last group or word is no obstacle
+                return position, 0, stored.size(extent, extent)
             if rest or share % stored.quantum:
                 raise ShapeError(
                     f"{self.name} cannot be split {world} ways along {axis}: {extent} features are no multiple of "

@@ -30,6 +30,8 @@ def matches(pattern: str, name: str, class_name: str = "") -> bool:
     """
     if pattern.startswith("re:"):
         return _compiled(pattern).fullmatch(name) is not None
+    if not pattern:
+        return False  # else it would equal the class name of everything whose class is not given
     if pattern in (name, class_name):
         return True
     if any(character in pattern for character in "*?["):
@@ -41,7 +43,7 @@ def matches_compressed_tensors(pattern: str, name: str, class_name: str = "") ->
     """Whether compressed-tensors' rule says that `pattern` names the module."""
     if pattern.startswith("re:"):
         return _compiled(pattern).match(name) is not None
-    return pattern in (name, class_name)
+    return bool(pattern) and pattern in (name, class_name)
 
 
 Matcher = Callable[[str, str, str], bool]

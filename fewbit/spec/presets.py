@@ -63,8 +63,12 @@ def preset(name: str) -> Scheme:
     Raises:
         SchemeError: there is none of that name; the closest is suggested.
     """
-    canonical = name.strip().upper().replace("-", "_")
-    scheme = PRESETS.get(_ALIASES.get(canonical, canonical))
-    if scheme is None:
-        raise SchemeError(f"Unknown scheme {name!r}.", closest(name, [*PRESETS, *_ALIASES]))
-    return scheme
+    known = {_folded(word): word for word in [*PRESETS, *_ALIASES]}
+    canonical = known.get(_folded(name.strip()))
+    if canonical is None:
+        raise SchemeError(f"Unknown scheme {name!r}.", closest(name, known.values()))
+    return PRESETS[_ALIASES.get(canonical, canonical)]
+
+
+def _folded(name: str) -> str:
+    return name.upper().replace("-", "").replace("_", "")

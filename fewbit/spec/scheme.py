@@ -96,8 +96,15 @@ class Scheme:
             SchemeError: a field is missing or cannot be understood.
         """
         try:
-            rules = tuple(Rule(tuple(rule["targets"]), LinearKey.parse(rule["key"])) for rule in data["rules"])
+            rules = tuple(Rule(_words(rule["targets"]), LinearKey.parse(rule["key"])) for rule in data["rules"])
             kv_cache = QuantKey.parse(data["kv_cache"]) if data.get("kv_cache") else None
-            return cls(data["name"], rules, tuple(data["ignore"]), kv_cache)
-        except (KeyError, TypeError) as error:
+            return cls(data["name"], rules, _words(data["ignore"]), kv_cache)
+        except (KeyError, TypeError, AttributeError) as error:
             raise SchemeError(f"The scheme's JSON lacks or misuses {error}.", "Compare it with a saved one.") from error
+
+
+def _words(patterns: Any) -> tuple[str, ...]:
+    """A JSON list of strings; a lone string would otherwise fall apart into its letters."""
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"the patterns {patterns!r}, which are no list of strings")
+    return tuple(patterns)

@@ -1,0 +1,1 @@
+"""Algorithms that choose codes and scales, one file each. The loop over blocks is in `fewbit.models.pipeline`."""

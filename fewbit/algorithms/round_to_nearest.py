@@ -1,0 +1,20 @@
+"""Round to nearest: scales from extremes, each code the nearest. No data needed.
+
+The arithmetic is `fewbit.numerics.quantize`, which quantizing while loading uses too.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.numerics import QuantizedTensor, quantize
+
+
+class RoundToNearest(Algorithm):
+    """See the head of this file."""
+
+    name: ClassVar[str] = "round_to_nearest"
+
+    def quantize_layer(self, task: LayerTask) -> QuantizedTensor:
+        return quantize(task.weight, task.key.weight, task.rules, task.global_scale)

@@ -1,0 +1,110 @@
+"""What formats share: the shapes of scales on disk, and whether a layer's tensors are what specs say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fewbit.checkpoints.dtypes import accepts, header_of, torch_name
+from fewbit.checkpoints.interface import TensorHeader
+from fewbit.errors import CheckpointError
+from fewbit.numerics import code_dtype
+from fewbit.spec.element import Element
+from fewbit.spec.granularity import Granularity
+from fewbit.spec.layout import ONE, ROWS, Extent, TensorSpec
+
+
+def scale_extents(granularity: Granularity) -> tuple[Extent, ...]:
+    """Shape of a weight's scales as most formats store them: [1], [N, 1], [N, K/g] or [N/r, K/c], rounded up."""
+    if granularity.kind == "tensor":
+        return (ONE,)
+    rows = ROWS if granularity.rows == 1 else Extent("N", 1, granularity.rows)
+    return (rows, Extent("K", 1, granularity.columns) if granularity.columns else ONE)
+
+
+def element_dtype(element: Element) -> str:
+    """torch's name of the dtype that holds codes of `element`, as `TensorSpec.dtype` wants it."""
+    return torch_name(code_dtype(element))
+
+
+def misfit(
+    specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeader], shape: tuple[int, int] | None = None
+) -> str | None:
+    """Why a layer's tensors are not those of `specs`, or None where they are.
+
+    Axes of length one do not count outside the codes: files write one number as [], [1] or [1, 1].
+
+    Args:
+        specs: what the tensors should be.
+        headers: by name below the module's; names that no spec has are ignored.
+        shape: the layer's [N, K]; without it any shape that suits all tensors will do.
+    """
+    missing = [spec.name for spec in specs if not spec.optional and spec.name not in headers]
+    if missing:
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    present = [spec for spec in specs if spec.name in headers]
+    rows, columns = shape or largest_shape(present, headers)
+    for spec in present:
+        found, needed = headers[spec.name], spec.shape_of(rows, columns)
+        if not accepts(spec.dtype, found.dtype):
+            return f"{spec.name} is {found.dtype}, needed {spec.dtype or 'a float'}"
+        exact = spec.role == "codes"
+        if (found.shape if exact else _squeezed(found.shape)) != (needed if exact else _squeezed(needed)):
+            return f"{spec.name} has shape {list(found.shape)}, needed {list(needed)}"
+    return None
+
+
+def largest_shape(specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """The largest [N, K] whose tensors could have the shapes in `headers`; 0 for an axis that no tensor has.
+
+    A stored axis of length ceil(extent * factor / divisor) leaves an interval of extents, and if any extent lies in the
+    intervals of all tensors, the smallest upper end does. It is exact as soon as one tensor has the axis itself.
+    """
+    bounds: dict[str, int] = {}
+    for spec in specs:
+        shape = headers[spec.name].shape
+        if len(shape) != len(spec.shape):
+            continue
+        for extent, size in zip(spec.shape, shape, strict=True):
+            if extent.axis:
+                upper = size * extent.divisor // extent.factor
+                bounds[extent.axis] = min(bounds.get(extent.axis, sys.maxsize), upper)
+    return bounds.get("N", 0), bounds.get("K", 0)
+
+
+def tensors_by_role(
+    specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], shape: tuple[int, int]
+) -> dict[str, Tensor]:
+    """A layer's tensors by role, in the shapes of their specs; bytes of E8M0 as uint8.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or dtype than its spec says.
+    """
+    reason = misfit(specs, {name: header_of(tensor) for name, tensor in tensors.items()}, shape)
+    if reason:
+        raise CheckpointError(
+            f"In a layer of shape {list(shape)}, {reason}.", "The file is damaged, or the configuration is not its own."
+        )
+    found = {}
+    for spec in specs:
+        if spec.name in tensors:
+            tensor = tensors[spec.name].reshape(spec.shape_of(*shape))
+            found[spec.role] = tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor
+    return found
+
+
+def require_finite(name: str, scales: Tensor) -> None:
+    """Raises CheckpointError where decoded scales hold NaN or infinity."""
+    bad = ~scales.isfinite()
+    if bad.any():
+        raise CheckpointError(
+            f"{name} holds {int(bad.sum())} of {bad.numel()} scales that are not finite.",
+            "The file is damaged, or its writer divided by zero; quantize again.",
+        )
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

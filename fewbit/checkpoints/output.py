@@ -1,0 +1,242 @@
+"""Writing a checkpoint folder: shards of bounded size, the files beside them, and a folder that appears only whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
+from fewbit.errors import OutputError
+
+_UNITS = {
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], start=1)},
+}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.index.json",
+)
+_QUANTIZATION_FILES = (
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+    "quantization_config.json",
+    "fewbit_recipe.json",
+    "quantization_report.json",
+)
+_MAX_NESTED_BYTES = 100_000_000
+"""Files of sub-folders beyond this are data (other exports of the model), not company of the tokenizer."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `500 MiB` or `1000`; KB, MB, GB, TB count in thousands, KiB and so on in 1024s.
+
+    Raises:
+        OutputError: it is no size, or none above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise OutputError(f"{text!r} is no size.", "Write a number and KB, MB, GB, KiB, MiB or GiB, say 5GB.")
+    return size
+
+
+class ShardWriter:
+    """Collects tensors and writes them in shards of at most `max_shard_bytes`; memory stays at one shard.
+
+    Attributes:
+        folder: where the shards go.
+        nbytes: bytes of all tensors added.
+        file_of: tensor name -> file name, final after `finish`.
+    """
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.folder = folder
+        self.max_shard_bytes = max_shard_bytes
+        self.nbytes = 0
+        self.file_of: dict[str, str] = {}
+        self._shards: list[list[str]] = []
+        self._buffer: dict[str, torch.Tensor] = {}
+        self._addresses: set[int] = set()
+        self._buffered = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor, which must not change until it is written; one larger than a shard gets its own.
+
+        Raises:
+            OutputError: the name was added before, or a shard cannot be written.
+        """
+        if name in self._buffer or name in self.file_of:
+            raise OutputError(f"Tensor {name!r} is written twice.", "Two modules of the model have one name on disk.")
+        if self._buffer and self._buffered + tensor.nbytes > self.max_shard_bytes:
+            self._flush()
+        self._buffer[name] = self._owned(tensor)
+        self._buffered += tensor.nbytes
+        self.nbytes += tensor.nbytes
+
+    def finish(self) -> list[str]:
+        """Writes what is left, gives the shards their final names and writes the index; returns the files' names."""
+        if self._buffer or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        for number, (name, tensors) in enumerate(zip(names, self._shards, strict=True)):
+            (self.folder / _temporary(number)).rename(self.folder / name)
+            self.file_of.update(dict.fromkeys(tensors, name))
+        if count == 1:
+            return names
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(self.file_of.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        return [*names, INDEX]
+
+    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it alone fills its storage, in order; else a copy, because safetensors refuses views."""
+        tensor = tensor.detach().cpu()
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if not whole or tensor.data_ptr() in self._addresses:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self._addresses.add(tensor.data_ptr())
+        return tensor
+
+    def _flush(self) -> None:
+        file = self.folder / _temporary(len(self._shards))
+        try:
+            save_file(self._buffer, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # the library reports a full disk as text
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise OutputError(f"{file} cannot be written: {error}.", "See the message.") from error
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        file.chmod(self.folder.stat().st_mode & 0o666)  # the library creates files for their owner alone
+        self.file_of.update(dict.fromkeys(self._buffer, file.name))
+        self._shards.append(list(self._buffer))
+        self._buffer, self._addresses, self._buffered = {}, set(), 0
+
+
+@contextmanager
+def staged_folder(out: str | Path) -> Iterator[Path]:
+    """A folder to fill that becomes `out` when the block ends well, and leaves no trace when it does not.
+
+    Raises:
+        OutputError: `out` exists, its parent cannot be written, or the disk is full.
+    """
+    out = Path(out).absolute()
+    _require_free(out)
+    made: list[Path] = []
+    staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    try:
+        with _disk_errors(out):
+            made = _make_parents(out.parent)
+            staging.mkdir()
+            yield staging
+            _sync(staging)
+            _require_free(out)
+            staging.rename(out)
+            made = []
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        for folder in reversed(made):
+            folder.rmdir()
+
+
+def copy_side_files(source: Path, destination: Path) -> list[str]:
+    """Copies what makes a model folder complete besides weights: configurations, tokenizer, templates, code, texts.
+
+    Left out: weights in any format and their indices, files that describe a quantization, config.json (its writer
+    changes it), hidden files and folders, and large files of sub-folders.
+
+    Returns:
+        Names relative to `source`, sorted.
+
+    Raises:
+        CheckpointError: a link leads out of `source`.
+    """
+    copied = []
+    for file in _visible_files(source):
+        name = file.relative_to(source)
+        weights = any(name.match(pattern) for pattern in _WEIGHTS)
+        if weights or name.name in _QUANTIZATION_FILES or str(name) == CONFIG:
+            continue
+        if len(name.parts) > 1 and file.stat().st_size > _MAX_NESTED_BYTES:
+            continue
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(inside(source, str(name)), target)
+        copied.append(str(name))
+    return sorted(copied)
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(".") or (entry.is_dir() and entry.is_symlink()):
+            continue
+        if entry.is_dir():
+            yield from _visible_files(entry)
+        elif entry.is_file():
+            yield entry
+
+
+def _temporary(number: int) -> str:
+    return f"shard-{number:05}.safetensors"
+
+
+def _require_free(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Creates `folder`; returns the folders that were not there, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _sync(folder: Path) -> None:
+    """Forces files and directories of `folder` to disk, so that a crash after the rename cannot leave empty ones."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Turns errors of the output's own place into OutputError; errors of other files pass."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or "")
+        if error.errno not in _NO_ROOM and not name.startswith(str(out.parent)):
+            raise
+        present = next(path for path in out.parents if path.exists())
+        free = shutil.disk_usage(present).free
+        raise OutputError(
+            f"{out} cannot be written: {os.strerror(error.errno) if error.errno else error} ({free} bytes are free).",
+            "Make room or choose another folder.",
+        ) from error

@@ -1,0 +1,140 @@
+"""Every checkpoint format of this folder by name, and where a checkpoint says which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import fewbit.checkpoints
+from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.discovery import implementations
+from fewbit.errors import CheckpointError, closest
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place where a quantization configuration may be: a file, the way to it in there, and what wrote such files."""
+
+    file: str
+    path: tuple[str, ...] = ()
+    quant_method: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join([self.file, ".".join(self.path)]) if self.path else self.file
+
+
+_PLACES = (
+    _Place("config.json", ("quantization_config",)),
+    _Place("config.json", ("compression_config",), "compressed-tensors"),
+    _Place("config.json", ("text_config", "quantization_config")),
+    _Place("quantize_config.json", (), "gptq"),
+    _Place("quant_config.json", (), "awq"),
+    _Place("hf_quant_config.json", (), "modelopt"),
+    _Place("quantization_config.json", (), "auto-round"),
+)
+"""In order of authority."""
+
+_DECISIVE = (
+    "quant_method",
+    "quant_algo",
+    "bits",
+    "group_size",
+    "sym",
+    "zero_point",
+    "desc_act",
+    "checkpoint_format",
+    "format",
+    "packing_format",
+    "lm_head",
+    "weight_block_size",
+    "activation_scheme",
+)
+"""What two places must agree on; other keys are notes of their writers."""
+
+_SYNONYMS = {"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size", "method": "quant_method"}
+
+
+@cache
+def formats() -> dict[str, CheckpointFormat]:
+    """Every checkpoint format by name."""
+    return implementations(fewbit.checkpoints, CheckpointFormat)  # type: ignore[type-abstract]
+
+
+def find_format(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
+    """The format that a `quantization_config` announces, or None where there is no such configuration.
+
+    Raises:
+        CheckpointError: its quant_method is missing or belongs to no format.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method")
+    known = {_folded(alias): found for found in formats().values() for alias in (*found.quant_methods, found.name)}
+    if not isinstance(method, str):
+        raise CheckpointError(
+            f"quantization_config has quant_method {method!r}.", f"Known: {', '.join(sorted(known))}."
+        )
+    if _folded(method) not in known:
+        raise CheckpointError(
+            f"Unknown quant_method {method!r}; known are {', '.join(sorted(known))}.", closest(method, known)
+        )
+    return known[_folded(method)]
+
+
+def quantization_config(folder: TensorFolder) -> tuple[dict[str, Any], str] | None:
+    """The checkpoint's quantization configuration and the place that decided, or None where nothing is said.
+
+    A missing quant_method is filled in by the side file that it came from.
+
+    Raises:
+        CheckpointError: a file is malformed, or two places say different things.
+    """
+    found = [(place, value) for place in _PLACES if (value := _value(folder, place))]
+    if not found:
+        return None
+    first, config = found[0]
+    for place, other in found[1:]:
+        _refuse_disagreement(folder, (first, config), (place, other))
+    if first.quant_method and not config.get("quant_method"):
+        config = {**config, "quant_method": config.get("method") or first.quant_method}
+    return config, str(first)
+
+
+def _value(folder: TensorFolder, place: _Place) -> dict[str, Any] | None:
+    value: Any = folder.json(place.file)
+    for step in place.path:
+        value = value.get(step) if isinstance(value, dict) else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{place} in {folder.path} is {value!r}, needed an object.", "The file is malformed.")
+    return value
+
+
+def _refuse_disagreement(
+    folder: TensorFolder, first: tuple[_Place, dict[str, Any]], second: tuple[_Place, dict[str, Any]]
+) -> None:
+    ours, theirs = _decisive(first[1]), _decisive(second[1])
+    for name in ours.keys() & theirs.keys():
+        if ours[name] != theirs[name]:
+            raise CheckpointError(
+                f"In {folder.path}, {first[0]} says {name} is {ours[name]!r} and {second[0]} says {theirs[name]!r}.",
+                "One of them is left over from another checkpoint; remove it.",
+            )
+
+
+def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that decide how to read, under one spelling; ModelOpt's side file keeps them one level down."""
+    inner = config.get("quantization")
+    named = {
+        _SYNONYMS.get(name, name): value
+        for name, value in {**config, **(inner if isinstance(inner, dict) else {})}.items()
+    }
+    return {name: _folded(named[name]) for name in _DECISIVE if named.get(name) is not None}
+
+
+def _folded(value: Any) -> Any:
+    return value.lower().replace("_", "-") if isinstance(value, str) else value

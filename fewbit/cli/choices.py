@@ -1,0 +1,84 @@
+"""From flags to the values that the library takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fewbit.errors import SchemeError, closest
+from fewbit.spec.hardware import Hardware, device
+
+if TYPE_CHECKING:
+    import torch
+
+    from fewbit.kernels.select import Preference
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+}
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype a user names, None for `auto`.
+
+    Raises:
+        SchemeError: there is none of that name.
+    """
+    import torch
+
+    canonical = _ALIASES.get(name.lower(), name.lower())
+    if canonical not in _DTYPES:
+        raise SchemeError(f"Unknown dtype {name!r}.", closest(name, _DTYPES))
+    return None if canonical == "auto" else getattr(torch, canonical)
+
+
+def torch_device(name: str) -> str:
+    """The torch device a user names, `auto` resolved.
+
+    Raises:
+        SchemeError: torch knows no such device here.
+    """
+    import torch
+
+    from fewbit.kernels.probe import default_device
+
+    if name == "auto":
+        return default_device()
+    kind, _, index = name.partition(":")
+    available = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        available.add("xpu")
+    if kind not in available or (index and not index.isdigit()):
+        raise SchemeError(f"There is no device {name!r} here.", f"Use {' or '.join(sorted(available))}.")
+    return name
+
+
+def hardware(name: str, assumed: list[str] | None = None) -> Hardware:
+    """This machine's hardware, or a known device's by name, with software assumed to be installed."""
+    if name in ("auto", "cpu") or name.startswith(("cuda", "xpu:")):
+        from fewbit.kernels.probe import this_machine
+
+        found = this_machine(torch_device(name))
+    else:
+        found = device(name)
+    return found.with_software(*(assumed or []))
+
+
+def preference(backend: str | None, disabled: list[str] | None, strict: bool) -> Preference:
+    """What the user asked of the kernel choice.
+
+    Raises:
+        SchemeError: a kernel to disable does not exist.
+    """
+    from fewbit.kernels.registry import linear_kernels
+    from fewbit.kernels.select import Preference
+
+    for name in disabled or []:
+        if name not in linear_kernels():
+            raise SchemeError(f"There is no kernel {name!r} to disable.", closest(name, linear_kernels()))
+    return Preference(backend, frozenset(disabled or []), strict)

@@ -1,0 +1,46 @@
+"""`fewbit eval`: perplexity, and divergence from another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fewbit.cli import options
+from fewbit.cli.choices import torch_device, torch_dtype
+from fewbit.cli.output import console, print_json, progress, quiet_libraries, table
+
+
+def evaluate(
+    model: options.ModelFolder,
+    against: Annotated[Path | None, typer.Option("--against", help="The model to compare with.")] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; built-in prose by default.")] = None,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="How many windows to score.")] = 16,
+    window_length: Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")] = 1024,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float32",
+    json: options.Json = False,
+) -> None:
+    """Perplexity of MODEL over a text; with --against also KL divergence, top-1 agreement and logit cosine."""
+    quiet_libraries()
+    from fewbit.evaluation.divergence import divergence
+    from fewbit.evaluation.perplexity import perplexity
+    from fewbit.models.calibration import load_tokenizer, read_text, token_windows
+    from fewbit.models.load import load
+
+    place, numbers = torch_device(device), torch_dtype(dtype)
+    content, name = read_text(text)
+    ids = token_windows(load_tokenizer(against or model), content, window_length, windows)
+    loaded = load(model, device=place, dtype=numbers)
+    with progress("Scoring", len(ids), quiet=json) as advance:
+        if against is None:
+            found = {"perplexity": perplexity(loaded, ids, lambda: advance(1))}
+        else:
+            reference = load(against, device=place, dtype=numbers)
+            found = vars(divergence(loaded, reference, ids, lambda: advance(1)))
+    if json:
+        print_json(found | {"text": name, "windows": len(ids), "window_length": window_length})
+        return
+    rows = [[measure.replace("_", " "), f"{value:.4f}"] for measure, value in found.items()]
+    console.print(table(f"{name}, {len(ids)} windows of {window_length}", {"measure": "left", "value": "right"}, rows))

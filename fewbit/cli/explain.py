@@ -1,0 +1,118 @@
+"""`fewbit explain`: which kernel would run a layer on a device, and why not the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewbit.cli import options
+from fewbit.cli.choices import hardware, preference
+from fewbit.cli.output import console, print_json, quiet_libraries, table
+
+
+def explain(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", help="A quantized checkpoint; without one, --scheme and --shape."),
+    ] = None,
+    scheme: options.Scheme = "W4A16",
+    group_size: options.GroupSize = None,
+    shape: Annotated[
+        str, typer.Option("--shape", help="NxK of the layer to explain where no model is given.")
+    ] = "4096x4096",
+    device: options.Device = "auto",
+    assume: Annotated[
+        list[str] | None, typer.Option("--with", help="A package to assume installed on the device.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    linear_backend: options.Backend = None,
+    disable_kernel: options.DisableKernel = None,
+    strict: options.Strict = False,
+    json: options.Json = False,
+) -> None:
+    """Print every candidate kernel with its verdict. Works for devices that this machine does not have."""
+    quiet_libraries()
+    target = hardware(device, assume)
+    wanted = preference(linear_backend, disable_kernel, strict)
+    element = _element(dtype, target)
+    requests = _stored(model, element) if model else {"layer": _asked(scheme, group_size, shape, element)}
+    explained = [_explain(name, request, target, wanted) for name, request in requests.items()]
+    if json:
+        print_json({"hardware": target.name, "layers": explained})
+        return
+    for entry in explained:
+        rows = [
+            [
+                verdict["kernel"],
+                verdict["numerics"],
+                "chosen" if verdict["chosen"] else verdict["refusal"] or "admissible",
+            ]
+            for verdict in entry["verdicts"]
+        ]
+        columns = dict.fromkeys(("kernel", "numerics", "verdict"), "left")
+        console.print(table(f"{entry['layer']}: {entry['key']} {entry['shape']} on {target.name}", columns, rows))
+        if entry["note"]:
+            console.print(f"[yellow]Note:[/] {entry['note']}")
+
+
+def _element(dtype: str, target: Any) -> str:
+    """Element name of a layer's inputs: what the user says, else bf16 where the device has it."""
+    from fewbit.cli.choices import torch_dtype
+    from fewbit.numerics import float_element
+
+    named = torch_dtype(dtype)
+    if named is not None:
+        return float_element(named).name
+    return "bf16" if target.has("bf16") else "f16" if target.platform == "cuda" else "f32"
+
+
+def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any:
+    from fewbit.errors import SchemeError
+    from fewbit.kernels.interface import LinearRequest
+    from fewbit.models.quantize import QuantizeOptions
+
+    parts = shape.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise SchemeError(f"Cannot read the shape {shape!r}.", "Write NxK, say 4096x14336.")
+    recipe = QuantizeOptions(scheme, group_size).recipe()
+    return LinearRequest(recipe.scheme.rules[0].key, int(parts[0]), int(parts[1]), element)
+
+
+def _stored(model: Path, element: str) -> dict[str, Any]:
+    """Requests of a checkpoint's quantized layers, one for each distinct kind; the first layer of a kind names it."""
+    from fewbit.kernels.interface import LinearRequest
+    from fewbit.models.inspect import inspect_checkpoint
+
+    kinds: dict[Any, str] = {}
+    for layer in inspect_checkpoint(model).layers:
+        if layer.key is not None:
+            kinds.setdefault(LinearRequest(layer.key, layer.shape[0], layer.shape[1], element), layer.name)
+    return {name: request for request, name in kinds.items()}
+
+
+def _explain(name: str, request: Any, target: Any, wanted: Any) -> dict[str, Any]:
+    from fewbit.kernels.registry import family_of, linear_kernels
+    from fewbit.kernels.select import choose
+
+    choice = choose(request, target, linear_kernels().values(), family_of(request.key), wanted)
+    return {
+        "layer": name,
+        "key": str(request.key),
+        "shape": [request.rows, request.columns],
+        "dtype": request.dtype,
+        "kernel": choice.kernel.name,
+        "note": choice.note,
+        "verdicts": [
+            {
+                "kernel": verdict.kernel.name,
+                "backend": verdict.kernel.backend,
+                "numerics": verdict.numerics.name.lower(),
+                "chosen": verdict.kernel is choice.kernel,
+                "refusal": verdict.refusal.reason if verdict.refusal else None,
+                "cost_us": verdict.cost_us,
+            }
+            for verdict in choice.verdicts
+        ],
+    }

@@ -1,0 +1,59 @@
+"""`fewbit inspect`: what is in a checkpoint, layer by layer, from headers alone."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from fewbit.cli import options
+from fewbit.cli.output import console, print_json, quiet_libraries, size, table
+
+
+def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
+    """Print the format, the scheme by group of modules, bits per weight, bytes and oddities. No weight is read."""
+    quiet_libraries()
+    from fewbit.models.inspect import inspect_checkpoint
+
+    found = inspect_checkpoint(model)
+    groups = _groups(found.layers)
+    if json:
+        print_json(
+            {
+                "format": found.format, "decided_by": found.decided_by, "bytes": found.bytes,
+                "quantized_bytes": found.quantized_bytes, "groups": groups, "oddities": found.oddities,
+            }
+        )  # fmt: skip
+        return
+    rows = [
+        [str(group["count"]), group["modules"], group["shape"], group["key"] or ", ".join(group["dtypes"]),
+         group["variant"], f"{group['bits_per_weight']:.3f}", size(group["bytes"])]
+        for group in groups
+    ]  # fmt: skip
+    columns = dict.fromkeys(("", "modules", "shape", "key or dtype", "variant"), "left") | {
+        "bits": "right",
+        "bytes": "right",
+    }
+    console.print(table(f"{model}: {found.format}, says {found.decided_by}", columns, rows))
+    console.print(
+        f"{size(found.bytes)} of tensors, {found.quantized_bytes / max(1, found.bytes):.1%} of them in quantized layers."
+    )
+    for oddity in found.oddities:
+        console.print(f"[yellow]Oddity:[/] {oddity}")
+
+
+def _groups(layers: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Modules that differ only in the number of their block, as one entry."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for layer in layers:
+        name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        entry = groups.setdefault(
+            (name, layer.shape, str(layer.key), layer.variant),
+            {
+                "modules": name, "shape": "x".join(map(str, layer.shape)), "key": str(layer.key) if layer.key else None,
+                "variant": layer.variant, "dtypes": layer.dtypes, "count": 0, "bytes": 0, "bits_per_weight": 0.0,
+            },
+        )  # fmt: skip
+        entry["count"] += 1
+        entry["bytes"] += layer.bytes
+        entry["bits_per_weight"] = 8 * entry["bytes"] / max(1, entry["count"] * prod(layer.shape))
+    return list(groups.values())

@@ -1,0 +1,43 @@
+"""Options that several commands share, with the names people know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+Scheme = Annotated[
+    str, typer.Option("--scheme", "-s", help="Preset: W4A16, W8A8, FP8_DYNAMIC, NVFP4A16, MXFP4A16, ...")
+]
+GroupSize = Annotated[
+    int | None, typer.Option("--group-size", "-g", help="Numbers of a row under one scale; -1: one per channel.")
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", help="Leave layers as they are: a name, whole segments of one, a glob, or re:REGEX."),
+]
+Format = Annotated[str, typer.Option("--format", help="Checkpoint format to write: compressed-tensors or fp8.")]
+ShortLastGroup = Annotated[
+    bool, typer.Option("--short-last-group", help="Allow a group size that does not divide the input features.")
+]
+MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents are chosen: floor, even or ceil.")]
+IntegerRule = Annotated[
+    str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
+]
+CalibrationText = Annotated[
+    str | None, typer.Option("--calibration-text", help="UTF-8 text for static scales; built-in prose by default.")
+]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
+Device = Annotated[
+    str,
+    typer.Option("--device", help="auto, cpu, cuda; for explain and plan also a device's name, say sm90 or x86-avx2."),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+Backend = Annotated[str | None, typer.Option("--linear-backend", help="Use this kernel or backend and no other.")]
+DisableKernel = Annotated[list[str] | None, typer.Option("--disable-kernel", help="Never use this kernel.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse what would change numbers or contradicts the configuration.")
+]

@@ -1,0 +1,1 @@
+"""Proof: perplexity, divergence from a reference model, error by layer, speed, and `verify`."""

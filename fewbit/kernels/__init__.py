@@ -1,0 +1,1 @@
+"""Kernels that run quantized layers, and the oracle that chooses among them and explains itself."""

@@ -1,0 +1,1 @@
+"""Kernels for linear layers, one file each; `reference.py` is the definition that the others are tested against."""

@@ -1,0 +1,23 @@
+"""Oracle of integer weights under integer activations: INT8 W8A8, and W4A8 until it has kernels of its own."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fewbit.kernels.oracles.family import Family
+from fewbit.spec.key import LinearKey
+
+
+class Int8Backend(StrEnum):
+    """Backends of INT8 layers."""
+
+    ONEDNN = "onednn"
+    TORCH_INT4PACK = "torch_int4pack"
+    REFERENCE = "reference"
+
+
+def _covers(key: LinearKey) -> bool:
+    return key.weight.element.is_integer and key.activation is not None
+
+
+FAMILY = Family("int8", Int8Backend, _covers, {"cpu": (Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK)})

@@ -1,0 +1,22 @@
+"""Oracle of integer weights, 2 to 8 bits, under 16-bit activations."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fewbit.kernels.oracles.family import Family
+from fewbit.spec.key import LinearKey
+
+
+class WNA16Backend(StrEnum):
+    """Backends of weight-only integer layers."""
+
+    TORCH_INT4PACK = "torch_int4pack"
+    REFERENCE = "reference"
+
+
+def _covers(key: LinearKey) -> bool:
+    return key.weight.element.is_integer and key.activation is None
+
+
+FAMILY = Family("int_wna16", WNA16Backend, _covers, {"cpu": (WNA16Backend.TORCH_INT4PACK,)})

@@ -1,0 +1,22 @@
+"""Oracle of MXFP8 weights: FP8 in groups of 32 under E8M0 scales, and FP8 blocks under E8M0 scales."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fewbit.kernels.oracles.family import Family
+from fewbit.spec.key import LinearKey
+
+
+class MxFp8Backend(StrEnum):
+    """Backends of MXFP8 layers."""
+
+    REFERENCE = "reference"
+
+
+def _covers(key: LinearKey) -> bool:
+    element = key.weight.element
+    return not element.is_integer and element.bits == 8 and key.weight.scale.element.is_exponent_only
+
+
+FAMILY = Family("mxfp8", MxFp8Backend, _covers, {})

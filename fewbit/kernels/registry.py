@@ -1,0 +1,43 @@
+"""Every kernel and every family, found by folder."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+import fewbit.kernels.linear
+import fewbit.kernels.oracles
+from fewbit.discovery import implementations
+from fewbit.errors import SchemeError
+from fewbit.kernels.interface import LinearKernel
+from fewbit.kernels.oracles.family import Family
+from fewbit.spec.key import LinearKey
+
+
+@cache
+def linear_kernels() -> dict[str, LinearKernel]:
+    """Every linear kernel by name."""
+    return implementations(fewbit.kernels.linear, LinearKernel)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """Every family of keys, in the order of their files' names."""
+    package = fewbit.kernels.oracles
+    modules = [
+        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
+    ]
+    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+
+
+def family_of(key: LinearKey) -> Family:
+    """The one family that covers the key.
+
+    Raises:
+        SchemeError: none does.
+    """
+    for family in families():
+        if family.covers(key):
+            return family
+    raise SchemeError(f"No family of kernels covers {key}.", "Add one to fewbit/kernels/oracles.")

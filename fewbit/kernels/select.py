@@ -1,0 +1,142 @@
+"""Choosing a kernel: one pure function for every family, which explains itself.
+
+Order of preference, always in this order:
+
+1. the class of numerics: kernels that honour the whole key, then kernels that drop the activation key, then emulation,
+   then the reference, which accepts everything, so that nothing that can be stored cannot be run;
+2. inside a class, measured cost if *every* admissible candidate of the class has been measured on this hardware;
+3. otherwise the family's declared order for the platform, then the kernel's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fewbit.errors import KernelError, closest
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Numerics, Refusal
+from fewbit.kernels.oracles.family import Family
+from fewbit.spec.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What the user asked of the choice.
+
+    Attributes:
+        backend: use this backend or kernel and no other, None for the best.
+        disabled: kernels that must not be used, by name.
+        strict: refuse a kernel that changes the numbers the checkpoint asks for.
+        costs: kernel name -> measured microseconds for this request on this hardware.
+    """
+
+    backend: str | None = None
+    disabled: frozenset[str] = frozenset()
+    strict: bool = False
+    costs: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one candidate: its class, why it was refused (None: admissible), its measured cost."""
+
+    kernel: LinearKernel
+    numerics: Numerics
+    refusal: Refusal | None
+    cost_us: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that will run, and every candidate's verdict, best first."""
+
+    kernel: LinearKernel
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.verdicts[0].numerics
+
+    @property
+    def note(self) -> str:
+        """One sentence where the choice changes numbers or is slow on purpose, else an empty text."""
+        return _NOTES[self.numerics]
+
+
+_NOTES = {
+    Numerics.KEEPS: "",
+    Numerics.DROPS_ACTIVATION: "activations stay unquantized: no kernel here honours the activation key",
+    Numerics.EMULATES: "quantized activations are emulated in software",
+    Numerics.REFERENCE: "the dequantizing reference runs: no faster kernel here takes this layer",
+}
+
+
+def choose(
+    request: LinearRequest,
+    hardware: Hardware,
+    candidates: Iterable[LinearKernel],
+    family: Family,
+    preference: Preference = Preference(),
+) -> Choice:
+    """The kernel for a request on a device.
+
+    Args:
+        request: the layer.
+        hardware: the device, with the software that is installed or assumed.
+        candidates: kernels to consider.
+        family: gives the declared order.
+        preference: what the user asked for.
+
+    Raises:
+        KernelError: the forced backend does not exist or refuses, or strict mode leaves no kernel; the message lists
+            every candidate's reason.
+    """
+    verdicts = [_judge(kernel, request, hardware, preference) for kernel in candidates]
+    admissible = [verdict for verdict in verdicts if verdict.refusal is None]
+    measured = {
+        numerics: all(verdict.cost_us is not None for verdict in admissible if verdict.numerics is numerics)
+        for numerics in Numerics
+    }
+
+    def rank(verdict: Verdict) -> tuple[bool, int, float, int, str]:
+        position = family.position(verdict.kernel.backend, hardware.platform)
+        cost = verdict.cost_us if measured[verdict.numerics] and verdict.cost_us is not None else 0.0
+        return verdict.refusal is not None, verdict.numerics, cost, position, verdict.kernel.name
+
+    verdicts.sort(key=rank)
+    if not admissible:
+        raise _no_kernel(request, hardware, verdicts, preference)
+    return Choice(verdicts[0].kernel, tuple(verdicts))
+
+
+def _judge(kernel: LinearKernel, request: LinearRequest, hardware: Hardware, preference: Preference) -> Verdict:
+    numerics = kernel.numerics(request)
+    return Verdict(
+        kernel,
+        numerics,
+        _refused_by_user(kernel, numerics, preference) or kernel.refuse(request, hardware),
+        preference.costs.get(kernel.name),
+    )
+
+
+def _refused_by_user(kernel: LinearKernel, numerics: Numerics, preference: Preference) -> Refusal | None:
+    if kernel.name in preference.disabled:
+        return Refusal("disabled by request")
+    if preference.backend and preference.backend not in (kernel.backend, kernel.name):
+        return Refusal(f"{preference.backend} was asked for")
+    if preference.strict and numerics is Numerics.DROPS_ACTIVATION:
+        return Refusal("strict: it would drop the activation key")
+    return None
+
+
+def _no_kernel(
+    request: LinearRequest, hardware: Hardware, verdicts: list[Verdict], preference: Preference
+) -> KernelError:
+    known = {name for verdict in verdicts for name in (verdict.kernel.backend, verdict.kernel.name)}
+    if preference.backend and preference.backend not in known:
+        return KernelError(f"Unknown backend {preference.backend!r}.", closest(preference.backend, known))
+    reasons = "; ".join(f"{verdict.kernel.name}: {verdict.refusal.reason}" for verdict in verdicts if verdict.refusal)
+    return KernelError(
+        f"No kernel runs {request.key} [{request.rows}, {request.columns}] on {hardware.name}: {reasons}.",
+        "Drop the forced backend, or allow the reference.",
+    )

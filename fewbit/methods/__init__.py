@@ -1,0 +1,1 @@
+"""How layers hold and run quantized weights: `QuantizeMethodBase` and its children."""

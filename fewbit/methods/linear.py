@@ -1,0 +1,115 @@
+"""Quantized linear layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.select import Choice
+from fewbit.methods.base import Placement, QuantizeMethodBase, StoredWeights
+from fewbit.numerics import QuantizedTensor, float_element
+from fewbit.spec.key import LinearKey
+
+
+class QuantizedLinear(nn.Module):
+    """y = x @ W.T + bias with a quantized W [N, K]. Its method holds the logic, it holds the tensors.
+
+    Attributes:
+        in_features, out_features: K and N.
+        method: what creates, prepares and runs the weight.
+        key: weight and activation keys.
+        choice: the kernel that was chosen, once the weights are processed.
+    """
+
+    def __init__(self, in_features: int, out_features: int, method: LinearMethod, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.method = in_features, out_features, method
+        self.key: LinearKey = method.key
+        self.choice: Choice | None = None
+        self.prepared: Prepared | None = None
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x)
+
+    def hold(self, prepared: Prepared, choice: Choice) -> None:
+        """Registers the prepared tensors as buffers, so that moving the model moves them."""
+        for name, tensor in prepared.tensors.items():
+            self.register_buffer(f"prepared_{name}", tensor, persistent=False)
+        self.prepared, self.choice = prepared, choice
+
+    def _apply(self, fn, recurse: bool = True) -> QuantizedLinear:
+        """Moves the buffers and keeps the prepared record's view of them in step; codes and scales never change dtype."""
+        if self.prepared is not None:
+            kept = {name: getattr(self, f"prepared_{name}") for name in self.prepared.tensors}
+            super()._apply(fn, recurse)
+            for name, before in kept.items():
+                after = getattr(self, f"prepared_{name}")
+                self.register_buffer(f"prepared_{name}", before.to(after.device), persistent=False)
+            tensors = {name: getattr(self, f"prepared_{name}") for name in kept}
+            self.prepared = Prepared(tensors, self.prepared.constants)
+            return self
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        kernel = self.choice.kernel.name if self.choice else "not processed"
+        return f"in_features={self.in_features}, out_features={self.out_features}, key={self.key}, kernel={kernel}"
+
+
+class LinearMethod(QuantizeMethodBase):
+    """The method of a quantized linear layer.
+
+    Args:
+        key: weight and activation keys.
+        placement: where it runs and what the user asked of the kernel choice.
+        stored: the checkpoint's tensors, or None where the record is given directly (quantizing while loading).
+    """
+
+    def __init__(self, key: LinearKey, placement: Placement, stored: StoredWeights | None = None) -> None:
+        self.key, self.placement, self.stored = key, placement, stored
+
+    def create_weights(self, layer: QuantizedLinear, **extra_weight_attrs: object) -> None:
+        assert self.stored is not None, "a layer whose record is given has no weights to create"
+        self.stored.create(layer)
+
+    def process_weights_after_loading(self, layer: QuantizedLinear) -> None:
+        if layer.prepared is not None or self.stored is None:
+            return
+        shape = (layer.out_features, layer.in_features)
+        record = self.stored.checkpoint.read(self.stored.stored, self.stored.take(layer), shape)
+        record.validate(self.stored.name)
+        self.use_record(layer, record)
+
+    def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
+        """Chooses the kernel for a hub record, prepares it and keeps nothing else."""
+        request = self.request(layer, record)
+        choice = self.placement.choose(request)
+        prepared = choice.kernel.prepare(record, request)
+        device = self.placement.device
+        tensors = {name: tensor.to(device) for name, tensor in prepared.tensors.items()}
+        layer.hold(Prepared(tensors, prepared.constants), choice)
+
+    def request(self, layer: QuantizedLinear, record: QuantizedTensor) -> LinearRequest:
+        """What the layer asks of a kernel."""
+        return LinearRequest(
+            self.key,
+            layer.out_features,
+            layer.in_features,
+            dtype=float_element(self.placement.dtype).name,
+            layout=record.layout,
+            has_order="order" in record,
+            has_input_scale="input_scale" in record or "input_global_scale" in record,
+        )
+
+    def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
+        if layer.prepared is None or layer.choice is None:
+            raise RuntimeError("process_weights_after_loading has not run on this layer")
+        bias = layer.bias
+        return layer.choice.kernel.run(x, layer.prepared, None if bias is None else bias.to(x.dtype))
+
+
+def linear_of(module: nn.Linear, method: LinearMethod) -> QuantizedLinear:
+    """A quantized layer with the sizes of a plain one; its bias, if there is one, is on meta until filled."""
+    bias = None if module.bias is None else torch.empty_like(module.bias, device="meta")
+    return QuantizedLinear(module.in_features, module.out_features, method, bias)

@@ -1,0 +1,96 @@
+"""Model families: where a decoder's blocks are and which of its projections servers join. One row per architecture.
+
+A decoder whose architecture has no row is understood by its structure: the longest list of equal blocks that hold
+linear layers. It then has no joined projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fewbit.errors import ModelError
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What fewbit knows of an architecture.
+
+    Attributes:
+        blocks: path of the list of decoder blocks.
+        joined: projections of a block, by their name below it, that servers run as one matrix; they read one input and
+            must share what a joined matrix has once (a second-level scale).
+    """
+
+    blocks: str = "model.layers"
+    joined: tuple[tuple[str, ...], ...] = (_QKV, _GATE_UP)
+
+
+FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily(),
+    "mistral": ModelFamily(),
+    "qwen2": ModelFamily(),
+    "qwen3": ModelFamily(),
+    "gemma2": ModelFamily(),
+    "gemma3_text": ModelFamily(),
+    "phi3": ModelFamily(joined=()),  # its projections are joined on disk already
+    "qwen3_moe": ModelFamily(joined=(_QKV,)),
+    "mixtral": ModelFamily(joined=(_QKV,)),
+}
+
+
+def family_of_model(model: PreTrainedModel) -> ModelFamily:
+    """The model's row, or what its structure says.
+
+    Raises:
+        ModelError: the model has no list of decoder blocks with linear layers.
+    """
+    row = FAMILIES.get(model.config.get_text_config().model_type)
+    if row is not None and isinstance(_submodule(model, row.blocks), nn.ModuleList):
+        return row
+    candidates = [(len(module), path) for path, module in model.named_modules() if _is_block_list(module)]
+    if not candidates:
+        raise ModelError(
+            f"{type(model).__name__} has no list of decoder blocks with linear layers.", "Use a decoder model."
+        )
+    return ModelFamily(blocks=max(candidates)[1], joined=())
+
+
+def blocks_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The decoder blocks by path, in order."""
+    path = family_of_model(model).blocks
+    return {f"{path}.{index}": block for index, block in enumerate(model.get_submodule(path))}
+
+
+def joined_members(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Name of a linear layer -> all members of the matrix that servers join it into, itself included."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for block in blocks_of(model):
+        for joined in family_of_model(model).joined:
+            members = tuple(f"{block}.{name}" for name in joined)
+            groups |= dict.fromkeys(members, members)
+    return groups
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every plain linear layer by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList) or len({type(block) for block in module}) != 1:
+        return False
+    return any(isinstance(inner, nn.Linear) for inner in module[0].modules())

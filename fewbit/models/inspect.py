@@ -1,0 +1,101 @@
+"""What is in a checkpoint, from headers and configuration alone: no weight is read, no model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from fewbit.checkpoints.dtypes import nbytes
+from fewbit.checkpoints.interface import StoredLayer, TensorHeader
+from fewbit.checkpoints.layer_tensors import largest_shape
+from fewbit.models.stored import StoredCheckpoint
+from fewbit.spec.key import LinearKey
+
+
+@dataclass(frozen=True)
+class InspectedModule:
+    """One module of a checkpoint.
+
+    Attributes:
+        name: on disk.
+        key: None for a plain module.
+        variant: which of the format's variants stores it.
+        shape: logical shape of its weight; of its largest tensor for a plain module.
+        bytes: of all its tensors.
+        dtypes: safetensors dtypes of its tensors.
+    """
+
+    name: str
+    key: LinearKey | None
+    variant: str
+    shape: tuple[int, ...]
+    bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint seen from outside.
+
+    Attributes:
+        format: its format, `plain` for an unquantized one.
+        decided_by: the file and field that said so.
+        layers: every module that holds tensors, in natural order.
+        oddities: what contradicts the configuration.
+    """
+
+    format: str
+    decided_by: str
+    layers: tuple[InspectedModule, ...]
+    oddities: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def quantized_bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers if layer.key)
+
+
+def inspect_checkpoint(path: str | Path) -> Inspection:
+    """Looks at a checkpoint's headers.
+
+    Raises:
+        CheckpointError: the folder or a header cannot be read, or a scale has no weight to belong to.
+    """
+    stored = StoredCheckpoint.open(path)
+    layers, oddities = [], []
+    for module, headers in stored.modules.items():
+        described = stored.describe(module)
+        layers.append(_inspected(stored, module, headers, described))
+        if stored.scheme is not None and stored.format is not None and "weight" in headers | _as_weight(described):
+            says = stored.scheme.key_for(module, "Linear", stored.format.matcher)
+            if described is not None and says is None:
+                oddities.append(f"{module} is stored as {described.key}, the configuration leaves it plain")
+    layers.sort(key=lambda layer: natural_order(layer.name))
+    name = stored.format.name if stored.format else "plain"
+    return Inspection(name, stored.decided_by or "no quantization configuration", tuple(layers), tuple(oddities))
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A sorting key that puts block 2 before block 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _as_weight(described: StoredLayer | None) -> dict[str, None]:
+    return {"weight": None} if described is not None else {}
+
+
+def _inspected(
+    stored: StoredCheckpoint, module: str, headers: dict[str, TensorHeader], described: StoredLayer | None
+) -> InspectedModule:
+    held = sum(nbytes(header) for header in headers.values())
+    dtypes = tuple(sorted({header.dtype for header in headers.values()}))
+    if described is None or stored.format is None:
+        largest = max(headers.values(), key=lambda header: prod(header.shape))
+        return InspectedModule(module, None, "", largest.shape, held, dtypes)
+    present = [spec for spec in stored.format.specs(described) if spec.name in headers]
+    shape = largest_shape(present, headers)
+    return InspectedModule(module, described.key, described.variant, shape, held, dtypes)

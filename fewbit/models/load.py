@@ -1,0 +1,229 @@
+"""Loading a checkpoint: a model on meta, tensors by name from the shards, each one and each parameter accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from fewbit.checkpoints.interface import StoredLayer
+from fewbit.errors import CheckpointError
+from fewbit.kernels.probe import default_device, this_machine
+from fewbit.kernels.select import Preference
+from fewbit.methods.base import Placement, StoredWeights
+from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedding_of
+from fewbit.methods.linear import LinearMethod, linear_of
+from fewbit.models.names import Names, build_on_meta, config_dtype, read_config, tied_names
+from fewbit.models.replace import replace_submodule, set_tensor, submodule, tensor_slot
+from fewbit.models.stored import StoredCheckpoint
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just dealt with."""
+
+
+@dataclass
+class LoadReport:
+    """What became of a checkpoint's tensors.
+
+    Attributes:
+        format: name of the checkpoint format, empty for a plain checkpoint.
+        layers: module name on disk -> what is stored, for every quantized layer.
+        carried: tensors that the model class has no place for (draft heads, KV-cache scales), not used.
+        contradictions: layers whose tensors are not what the configuration says, and its entries that match nothing.
+    """
+
+    format: str = ""
+    layers: dict[str, StoredLayer] = field(default_factory=dict)
+    carried: list[str] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    preference: Preference = Preference(),
+    strict: bool = False,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Loads a plain or quantized checkpoint as a transformers model whose quantized layers run on chosen kernels.
+
+    Args:
+        path: the checkpoint's folder.
+        device: `auto` (an accelerator if there is one), `cpu`, `cuda`, ...
+        dtype: dtype of activations and of plain parameters; None for the checkpoint's own (see `running_dtype`).
+        preference: what to ask of the kernel choice.
+        strict: whether tensors that contradict the configuration are an error rather than a line of the report.
+        progress: called with bytes read.
+
+    Returns:
+        The model in evaluation mode; `model.fewbit_report` is its `LoadReport`.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        ModelError: transformers has no model for its configuration.
+    """
+    path = Path(path)
+    stored = StoredCheckpoint.open(path)
+    config = read_config(path)
+    device = default_device() if device == "auto" else device
+    dtype = dtype or running_dtype(config_dtype(config), device)
+    model = build_on_meta(config, dtype)
+    loader = _Loader(model, stored, Placement(this_machine(device), torch.device(device), dtype, preference))
+    loader.replace_quantized_modules()
+    if strict and loader.report.contradictions:
+        raise CheckpointError("; ".join(loader.report.contradictions) + ".", "Load it without strict to accept this.")
+    loader.fill(progress)
+    loader.finish()
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    model.fewbit_report = loader.report
+    return model
+
+
+def running_dtype(declared: torch.dtype, device: str) -> torch.dtype:
+    """The dtype to run in where the user names none: the declared one, or float32 on a CPU that emulates bf16."""
+    emulated = device == "cpu" and declared is not torch.float32 and not this_machine("cpu").has("bf16")
+    return torch.float32 if emulated else declared
+
+
+class _Loader:
+    """The state of one load: which stored module goes where, and what is still to come."""
+
+    def __init__(self, model: PreTrainedModel, stored: StoredCheckpoint, placement: Placement) -> None:
+        self.model, self.stored, self.placement = model, stored, placement
+        self.names = Names(model)
+        self.tied = tied_names(model)
+        self.report = LoadReport(format=stored.format.name if stored.format else "")
+        self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
+        self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
+
+    def replace_quantized_modules(self) -> None:
+        """Puts a quantized module wherever the checkpoint's tensors say that the layer is quantized."""
+        classes: list[tuple[str, str]] = []
+        for module in self.stored.modules:
+            path = self.names.target(f"{module}.weight").name.removesuffix(".weight")
+            plain = submodule(self.model, path)
+            class_name = type(plain).__name__ if plain is not None else ""
+            classes.append((module, class_name))
+            described = self.stored.describe(module, class_name or "Linear")
+            self._compare_with_scheme(module, class_name, described)
+            if described is not None and plain is not None:
+                self._replace(module, path, plain, described)
+        if self.stored.scheme and self.stored.format:
+            # Modules that tensors do not show, a tied head for one, are what an entry may mean as well.
+            classes += [(name, type(module).__name__) for name, module in self.model.named_modules()]
+            for pattern in self.stored.scheme.unmatched(classes, self.stored.format.matcher):
+                self.report.contradictions.append(f"the configuration's entry {pattern!r} matches no module")
+
+    def _compare_with_scheme(self, module: str, class_name: str, described: StoredLayer | None) -> None:
+        if self.stored.scheme is None or self.stored.format is None:
+            return
+        says = self.stored.scheme.key_for(module, class_name, self.stored.format.matcher)
+        if says is None and described is not None:
+            self.report.contradictions.append(
+                f"{module} is stored as {described.key}, the configuration leaves it plain"
+            )
+        if says is not None and described is None and class_name == "Linear":
+            self.report.contradictions.append(f"{module} is stored plain, the configuration says {says}")
+
+    def _replace(self, module: str, path: str, plain: nn.Module, described: StoredLayer) -> None:
+        assert self.stored.format is not None
+        weights = StoredWeights(module, self.stored.format, described, self.stored.modules[module])
+        if isinstance(plain, nn.Linear):
+            replacement: nn.Module = linear_of(plain, LinearMethod(described.key, self.placement, weights))
+        elif isinstance(plain, nn.Embedding):
+            replacement = embedding_of(plain, EmbeddingMethod(self.placement, weights))
+        else:
+            raise CheckpointError(
+                f"{module} is stored as {described.key}, but {type(plain).__name__} has no quantized form.",
+                "Leave this module unquantized.",
+            )
+        replacement.method.create_weights(replacement)
+        replace_submodule(self.model, path, replacement)
+        parameters = {f"{module}.{tensor}": f"{path}.{tensor}" for tensor in weights.headers}
+        self.targets |= parameters
+        self.pending[path] = set(parameters.values())
+        self.report.layers[module] = described
+
+    def fill(self, progress: Progress | None) -> None:
+        """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
+        folder = self.stored.folder
+        for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
+            target = self.targets.get(name) or self.names.target(name).name
+            if tensor_slot(self.model, target) is None:
+                self.report.carried.append(name)
+                continue
+            value = folder.load(name)
+            self._set(target, value, keep_dtype=name in self.targets)
+            self._process_if_complete(target)
+            if progress is not None:
+                progress(value.nbytes)
+
+    def _process_if_complete(self, target: str) -> None:
+        path = target.rpartition(".")[0]
+        if target not in self.pending.get(path, ()):
+            return
+        self.pending[path].discard(target)
+        if not self.pending[path]:
+            module = self.model.get_submodule(path)
+            module.method.process_weights_after_loading(module)
+
+    def _set(self, target: str, value: Tensor, keep_dtype: bool) -> None:
+        slot = tensor_slot(self.model, target)
+        assert slot is not None
+        if slot.shape != value.shape:
+            raise CheckpointError(
+                f"{target} has shape {tuple(value.shape)} in the file, the model needs {tuple(slot.shape)}.",
+                "Check that config.json belongs to these weights.",
+            )
+        if not keep_dtype and value.is_floating_point() != slot.is_floating_point():
+            raise CheckpointError(
+                f"{target} is {value.dtype} in the file, the model needs {slot.dtype}.",
+                "Check that the configuration names the checkpoint's quantization.",
+            )
+        set_tensor(self.model, target, value.to(self.placement.device, value.dtype if keep_dtype else slot.dtype))
+
+    def finish(self) -> None:
+        """Ties what is tied, moves buffers, and checks that nothing is left on meta."""
+        for name, owner in self.tied.items():
+            self._tie(name, owner)
+        missing = sorted(name for name, parameter in self.model.named_parameters() if parameter.is_meta)
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise CheckpointError(f"The checkpoint lacks {shown}.", "Get the whole folder.")
+        for name, buffer in list(self.model.named_buffers()):
+            if buffer.device != self.placement.device and not name.rpartition(".")[2].startswith("prepared_"):
+                owner, _, leaf = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+                persistent = leaf not in module._non_persistent_buffers_set
+                module.register_buffer(leaf, buffer.to(self.placement.device), persistent=persistent)
+
+    def _tie(self, name: str, owner: str) -> None:
+        """Gives the tied parameter `name` what `owner` holds, or the reverse where only `name` was in the file."""
+        first, second = tensor_slot(self.model, owner), tensor_slot(self.model, name)
+        if first is not None and second is not None:
+            if first.is_meta:
+                set_tied(self.model, owner, second)
+            elif second.is_meta:
+                set_tied(self.model, name, first)
+            return
+        embedding = submodule(self.model, owner.removesuffix(".weight"))
+        head_path = name.removesuffix(".weight")
+        head = submodule(self.model, head_path)
+        if isinstance(embedding, QuantizedEmbedding) and isinstance(head, nn.Linear) and head.weight.is_meta:
+            assert embedding.record is not None
+            tied = linear_of(head, LinearMethod(embedding.method.stored.stored.key, self.placement))
+            tied.method.use_record(tied, embedding.record)
+            replace_submodule(self.model, head_path, tied)
+
+
+def set_tied(model: nn.Module, name: str, parameter: Tensor) -> None:
+    """Makes the parameter of that name the same object as `parameter`."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(leaf, parameter)

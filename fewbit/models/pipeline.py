@@ -1,0 +1,263 @@
+"""The one loop that quantizes a checkpoint: block by block, one block's weights and one shard in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fewbit
+from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.algorithms.registry import algorithm
+from fewbit.algorithms.statistics import InputStatistics
+from fewbit.checkpoints.dtypes import nbytes
+from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folder
+from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.errors import CheckpointError, ModelError
+from fewbit.models.calibration import BlockStream, Calibration
+from fewbit.models.families import blocks_of, joined_members
+from fewbit.models.fill import PartialModel
+from fewbit.models.load import Progress
+from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.plan import Plan, PlannedLayer
+from fewbit.numerics import QuantizedTensor, dequantize
+from fewbit.numerics.activations import needs_calibration, static_input_scales
+from fewbit.numerics.ranges import global_scale_of
+from fewbit.spec.recipe import Recipe
+
+RECIPE_FILE = "fewbit_recipe.json"
+REPORT_FILE = "quantization_report.json"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+CALIBRATION_WINDOWS = 32
+CALIBRATION_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """What quantizing did to one layer.
+
+    Attributes:
+        sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
+        sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
+        bytes: of all the tensors that store it.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, int]
+    sqnr_db: float | None
+    sha256: str
+    bytes: int
+
+
+def plan_needs_calibration(plan: Plan) -> bool:
+    """Whether the plan's algorithm or keys need activations."""
+    if algorithm(plan.recipe.algorithm).needs_statistics:
+        return True
+    return any(layer.key is not None and needs_calibration(layer.key.activation) for layer in plan.layers)
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    plan: Plan,
+    *,
+    calibration: Calibration | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Quantizes the checkpoint in `source` into a new folder `output`.
+
+    Args:
+        source: folder of the unquantized checkpoint that `plan` was made for.
+        output: must not exist; it appears complete or not at all.
+        plan: from `make_plan`.
+        calibration: token windows, needed where `plan_needs_calibration` says so.
+        max_shard_bytes: largest size of a weight file.
+        progress: called with the bytes of each source tensor dealt with.
+
+    Returns:
+        The report, which is also written to `quantization_report.json`.
+
+    Raises:
+        ModelError: calibration is needed and missing, or the model cannot be run block by block.
+        CheckpointError: a weight holds NaN or infinity.
+        OutputError: the output exists or cannot be written; nothing is left behind.
+    """
+    if plan_needs_calibration(plan) and calibration is None:
+        raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
+    started = time.monotonic()
+    source = Path(source)
+    with staged_folder(Path(output)) as staging:
+        run = _Run(source, plan, calibration, progress or (lambda _: None))
+        writer = ShardWriter(staging, max_shard_bytes)
+        for name, tensor in run.tensors():
+            writer.add(name, tensor)
+        writer.finish()
+        copy_side_files(source, staging)
+        recipe = run.recipe()
+        _write_config(source, staging, run.checkpoint.config(run.keys(), run.plain()))
+        (staging / RECIPE_FILE).write_text(recipe.to_json())
+        report = run.report(recipe, writer.nbytes, time.monotonic() - started)
+        (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+    return report
+
+
+class _Run:
+    """The state of one pass over a checkpoint."""
+
+    def __init__(self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress) -> None:
+        self.plan, self.calibration, self.progress = plan, calibration, progress
+        self.folder = TensorFolder(source)
+        self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
+        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm)
+        self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
+        self.outcomes: list[LayerOutcome] = []
+        config = read_config(source)
+        self.model = build_on_meta(config, config_dtype(config))
+        self.joined = joined_members(self.model)
+        self.shared: dict[tuple[str, ...], Tensor] = {}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the result: what is outside the blocks first, then block by block."""
+        statistics_of = self._statistics()
+        for block, names in self._units().items():
+            statistics = statistics_of(block) if block else {}
+            for name in names:
+                yield from self._convert(name, statistics)
+                self.progress(nbytes(self.folder.headers[name]))
+
+    def _units(self) -> dict[str, list[str]]:
+        """Stored tensors by the block they belong to; the key of those outside every block is empty."""
+        units: dict[str, list[str]] = {"": []} | {path: [] for path in blocks_of(self.model)}
+        prefixes = {f"{path}.": path for path in units if path}
+        for name in sorted(self.folder.headers):
+            unit = next((path for prefix, path in prefixes.items() if name.startswith(prefix)), "")
+            units[unit].append(name)
+        return units
+
+    def _statistics(self) -> Callable[[str], Mapping[str, InputStatistics]]:
+        if self.calibration is None or not plan_needs_calibration(self.plan):
+            return lambda _: {}
+        partial = PartialModel(self.model, self.folder)
+        stream = BlockStream(self.model, partial.filled, self.calibration.windows)
+        return lambda block: stream.through(
+            block, [name for name, layer in self.layers.items() if layer.block == block]
+        )
+
+    def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
+        module = name.removesuffix(".weight")
+        layer = self.layers.get(module)
+        if layer is None or name != f"{module}.weight":
+            yield name, self.folder.load(name)
+            return
+        weight = self.folder.load(name)
+        record = self._quantize(layer, weight, statistics.get(module))
+        assert layer.key is not None
+        stored = self.checkpoint.write(record, layer.key)
+        self.outcomes.append(_outcome(layer, weight, record, sum(tensor.nbytes for tensor in stored.values())))
+        for suffix, tensor in stored.items():
+            yield f"{module}.{suffix}", tensor
+
+    def _quantize(self, layer: PlannedLayer, weight: Tensor, statistics: InputStatistics | None) -> QuantizedTensor:
+        assert layer.key is not None
+        recipe = self.plan.recipe
+        task = LayerTask(
+            layer.name, weight, layer.key, recipe.scale_rules, self._shared_scale(layer), statistics, recipe.settings
+        )
+        try:
+            record = self.algorithm.quantize_layer(task)
+        except ValueError as error:
+            raise CheckpointError(f"{layer.name}: {error}.", "Repair the source model or ignore this layer.") from error
+        if layer.key.activation is not None and needs_calibration(layer.key.activation):
+            if statistics is None:
+                raise ModelError(
+                    f"{layer.name} lies outside the decoder blocks and its activation scale cannot be calibrated.",
+                    "Ignore this layer.",
+                )
+            record = record.with_tensors(**static_input_scales(statistics.largest, layer.key.activation))
+        return record
+
+    def _shared_scale(self, layer: PlannedLayer) -> Tensor | None:
+        """The second-level scale that the members of a joined matrix share; None where the layer has its own."""
+        assert layer.key is not None
+        members = self.joined.get(layer.name, ())
+        if layer.key.weight.global_scale is None or not members:
+            return None
+        if members not in self.shared:
+            largest = torch.stack([self.folder.load(f"{name}.weight").abs().amax().float() for name in members]).amax()
+            self.shared[members] = global_scale_of(largest.reshape(1, 1), layer.key.weight)
+        return self.shared[members]
+
+    def keys(self) -> dict[str, Any]:
+        """Layer name -> key, for the configuration."""
+        return {name: layer.key for name, layer in self.layers.items()}
+
+    def plain(self) -> list[str]:
+        """Names of the layers with a matrix of weights that stay as they are, embeddings excepted.
+
+        A tied head is not on disk, but readers build it and must be told.
+        """
+        named = [layer.name for layer in self.plan.layers if layer.key is None and layer.reason != "embedding"]
+        head = next((n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()), None)
+        return named if head is None or head in named or head in self.layers else [*named, head]
+
+    def recipe(self) -> Recipe:
+        """The plan's recipe with what calibration used."""
+        record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
+        return Recipe(**{**vars(self.plan.recipe), "calibration": record})
+
+    def report(self, recipe: Recipe, written: int, seconds: float) -> dict[str, Any]:
+        """What was done, in numbers that were measured or computed."""
+        return {
+            "scheme": recipe.scheme.name,
+            "format": recipe.format,
+            "algorithm": recipe.algorithm,
+            "source": recipe.source,
+            "bytes_before": self.plan.bytes_before,
+            "bytes_after": written,
+            "bits_per_weight": self.plan.bits_per_weight,
+            "seconds": round(seconds, 3),
+            "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
+            "layers": [vars(outcome) for outcome in self.outcomes],
+            "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
+        }
+
+
+def weight_hash(numbers: Tensor) -> str:
+    """SHA-256 of float32 numbers, row-major and little-endian, minus zero written as zero."""
+    return hashlib.sha256((numbers.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
+    """Signal to quantization noise in decibels; None where nothing was lost."""
+    signal = numbers.double().square().sum()
+    noise = (numbers.double() - approximation.double()).square().sum()
+    return float(10 * torch.log10(signal / noise)) if noise > 0 else None
+
+
+def _outcome(layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, held: int) -> LayerOutcome:
+    approximation = dequantize(record)
+    return LayerOutcome(
+        layer.name,
+        str(layer.key),
+        (layer.shape[0], layer.shape[1]),
+        sqnr_db(weight, approximation),
+        weight_hash(approximation),
+        held,
+    )
+
+
+def _write_config(source: Path, staging: Path, quantization: dict[str, Any]) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")

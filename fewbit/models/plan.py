@@ -1,0 +1,221 @@
+"""Plans: which layer gets which key and why, how large the result will be, what will run it. Before anything heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from fewbit.checkpoints.dtypes import nbytes
+from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.registry import formats
+from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.registry import family_of, linear_kernels
+from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.models.families import blocks_of
+from fewbit.models.inspect import natural_order
+from fewbit.models.names import Names, build_on_meta, config_dtype, read_config
+from fewbit.models.replace import submodule
+from fewbit.models.stored import StoredCheckpoint
+from fewbit.numerics import float_element
+from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import LinearKey
+from fewbit.spec.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """What happens to one module with a matrix of weights.
+
+    Attributes:
+        name: on disk, without `.weight`.
+        class_name: class of the module in the model, empty where the model class does not build it.
+        shape: [N, K].
+        key: how it will be quantized, None where it stays plain.
+        reason: why it stays plain, empty where it does not.
+        block: path of the decoder block it belongs to, empty outside the blocks.
+    """
+
+    name: str
+    class_name: str
+    shape: tuple[int, ...]
+    key: LinearKey | None
+    reason: str = ""
+    block: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What quantizing a checkpoint by a recipe will do.
+
+    Attributes:
+        recipe: with everything resolved.
+        layers: every module with a matrix of weights, in the checkpoint's order.
+        bytes_before, bytes_after: of all tensors.
+        block_bytes: of the largest decoder block as it is now.
+        dtype: element name of the checkpoint's weights.
+    """
+
+    recipe: Recipe
+    layers: tuple[PlannedLayer, ...]
+    bytes_before: int
+    bytes_after: int
+    block_bytes: int
+    dtype: str
+
+    @property
+    def quantized(self) -> tuple[PlannedLayer, ...]:
+        return tuple(layer for layer in self.layers if layer.key is not None)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean over the quantized weights, scales and zero points counted."""
+        weights = sum(prod(layer.shape) for layer in self.quantized)
+        bits = sum(_stored_bits(layer) for layer in self.quantized)
+        return bits / max(1, weights)
+
+    def peak_bytes(self, max_shard_bytes: int) -> int:
+        """Memory needed beside the interpreter: the largest block, float32 working copies, and one shard."""
+        largest = max((prod(layer.shape) for layer in self.layers), default=0)
+        return self.block_bytes + WORKING_COPIES * 4 * largest + min(max_shard_bytes, self.bytes_after)
+
+    def choices(self, hardware: Hardware, dtype: str, preference: Preference = Preference()) -> dict[str, Choice]:
+        """Layer name -> the kernel that would run it on `hardware` with inputs of element `dtype`."""
+        chosen = {}
+        for layer in self.quantized:
+            assert layer.key is not None
+            request = LinearRequest(layer.key, layer.shape[0], layer.shape[1], dtype)
+            chosen[layer.name] = choose(request, hardware, linear_kernels().values(), family_of(layer.key), preference)
+        return chosen
+
+
+WORKING_COPIES = 4
+"""float32 copies of the layer at hand that quantizing needs: the numbers, their blocks, the quotients, the codes."""
+
+
+def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False) -> Plan:
+    """The plan of quantizing the checkpoint in `source` by `recipe`.
+
+    Args:
+        source: folder of an unquantized checkpoint.
+        recipe: what to do; its scheme's 16-bit scales take on the checkpoint's dtype.
+        short_last_group: whether a group size that does not divide K may leave a shorter last group.
+
+    Raises:
+        SchemeError: a pattern matches nothing, or nothing would be quantized.
+        ShapeError: a layer's shape does not fit its key or the format.
+        CheckpointError: the checkpoint cannot be read or is quantized already.
+        ModelError: transformers has no model for it.
+    """
+    source = Path(source)
+    stored = StoredCheckpoint.open(source)
+    if stored.format is not None:
+        raise CheckpointError(
+            f"{source} is quantized already ({stored.format.name}, says {stored.decided_by}).",
+            "Give the unquantized model.",
+        )
+    checkpoint = _format(recipe.format)
+    config = read_config(source)
+    dtype = float_element(config_dtype(config))
+    scheme = recipe.scheme.with_scale_element(dtype)
+    recipe = Recipe(**{**vars(recipe), "scheme": scheme, "source": recipe.source or source.resolve().name})
+    layers = _layers(stored, config, recipe)
+    _check_patterns(recipe, layers)
+    _check_shapes(layers, checkpoint, short_last_group)
+    before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
+    saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
+    after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
+    return Plan(recipe, layers, before, after, _largest_block(stored, layers), dtype.name)
+
+
+def _format(name: str) -> CheckpointFormat:
+    found = formats().get(name)
+    if found is None:
+        raise SchemeError(f"Unknown checkpoint format {name!r}.", closest(name, formats()))
+    return found
+
+
+def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[PlannedLayer, ...]:
+    """Every module of the checkpoint with a matrix of weights, and what the scheme says of it."""
+    model = build_on_meta(config, config_dtype(config))
+    names, blocks = Names(model), tuple(f"{path}." for path in blocks_of(model))
+    embedding = model.get_input_embeddings()
+    layers = []
+    for module, headers in stored.modules.items():
+        header = headers.get("weight")
+        if header is None or len(header.shape) != 2:
+            continue
+        target = names.target(f"{module}.weight")
+        built = submodule(model, target.name.removesuffix(".weight"))
+        class_name = "Linear" if target.merge else type(built).__name__ if built is not None else ""
+        block = next((path[:-1] for path in blocks if f"{module}.".startswith(path)), "")
+        key, reason = None, ""
+        if class_name != "Linear":
+            reason = "embedding" if built is embedding else class_name or "not built by the model class"
+        else:
+            key = recipe.scheme.key_for(module, class_name)
+            reason = "" if key else "ignored by the scheme"
+        layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
+    return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
+    modules = [(layer.name, layer.class_name) for layer in layers]
+    # A model with tied embeddings has no lm_head on disk; the default exclusion then has nothing to exclude.
+    lost = [pattern for pattern in recipe.scheme.unmatched(modules) if pattern != "lm_head"]
+    if lost:
+        names = [layer.name for layer in layers]
+        raise SchemeError(f"The pattern {lost[0]!r} matches no layer.", closest(lost[0], names[:400]))
+    if not any(layer.key for layer in layers):
+        raise SchemeError(f"{recipe.scheme.name} would quantize nothing here.", "Loosen the ignore list.")
+
+
+def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat, short_last_group: bool) -> None:
+    uneven = [layer for layer in layers if layer.key and _leaves_short_group(layer)]
+    if uneven and not short_last_group:
+        raise _uneven_groups(uneven)
+    for layer in layers:
+        if layer.key is None or layer in uneven:
+            continue
+        reason = checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
+        if reason:
+            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", "Ignore it.")
+
+
+def _leaves_short_group(layer: PlannedLayer) -> bool:
+    assert layer.key is not None
+    granularity = layer.key.weight.granularity
+    own = layer.key.weight.scale.element.bits == 8  # MX and NVFP4 groups are the format's own; the format judges them
+    return granularity.kind == "group" and not own and layer.shape[1] % granularity.columns != 0
+
+
+def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
+    first = uneven[0]
+    assert first.key is not None
+    size, columns = first.key.weight.granularity.columns, first.shape[1]
+    fitting = [smaller for smaller in (128, 64, 32, 16) if all(layer.shape[1] % smaller == 0 for layer in uneven)]
+    shown = ", ".join(layer.name for layer in uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
+    offers = [f"--group-size {smaller}" for smaller in fitting if smaller < size]
+    offers += ["--group-size -1 (one scale per channel)", "--short-last-group (fewbit reads it, other readers may not)"]
+    return ShapeError(
+        f"Group size {size} does not divide the {columns} input features of {shown}: "
+        f"{columns} is {columns / size:.4g} times {size}.",
+        f"Use {', '.join(offers[:-1])} or {offers[-1]}.",
+    )
+
+
+def _stored_bits(layer: PlannedLayer) -> int:
+    assert layer.key is not None
+    return int(layer.key.weight.bits_per_weight(layer.shape) * prod(layer.shape))
+
+
+def _header_bytes(stored: StoredCheckpoint, name: str) -> int:
+    return nbytes(stored.folder.headers[name])
+
+
+def _largest_block(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        sizes[layer.block] = sizes.get(layer.block, 0) + _header_bytes(stored, f"{layer.name}.weight")
+    return max((size for block, size in sizes.items() if block), default=0)

@@ -1,0 +1,115 @@
+"""Quantizing a model folder: from what a user asks to a recipe, a plan, calibration and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fewbit.errors import SchemeError
+from fewbit.models.calibration import Calibration, load_tokenizer, read_text, token_windows
+from fewbit.models.load import Progress
+from fewbit.models.pipeline import (
+    CALIBRATION_LENGTH,
+    CALIBRATION_WINDOWS,
+    DEFAULT_SHARD_BYTES,
+    plan_needs_calibration,
+    quantize_checkpoint,
+)
+from fewbit.models.plan import Plan, make_plan
+from fewbit.spec.granularity import CHANNEL, group
+from fewbit.spec.presets import preset
+from fewbit.spec.recipe import Recipe, ScaleRules
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What a user asks of `fewbit quantize`.
+
+    Attributes:
+        scheme: name of a preset.
+        group_size: numbers of a row under one scale; -1 for one scale per channel, None for the preset's own.
+        ignore: patterns of layers that stay as they are, besides `lm_head`.
+        format: checkpoint format to write.
+        algorithm: what chooses the codes.
+        short_last_group: whether a group size that does not divide K may leave a shorter last group.
+        scale_rules: see `ScaleRules`.
+        calibration_text: UTF-8 file for calibration, None for the built-in prose.
+    """
+
+    scheme: str = "W4A16"
+    group_size: int | None = None
+    ignore: tuple[str, ...] = ()
+    format: str = "compressed-tensors"
+    algorithm: str = "round_to_nearest"
+    short_last_group: bool = False
+    scale_rules: ScaleRules = ScaleRules()
+    calibration_text: str | None = None
+
+    def recipe(self) -> Recipe:
+        """The recipe that these options describe.
+
+        Raises:
+            SchemeError: the scheme is unknown, or does not take a group size.
+        """
+        scheme = preset(self.scheme).ignoring(self.ignore)
+        if self.group_size is not None:
+            if self.group_size == 0 or self.group_size < -1:
+                raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")
+            scheme = scheme.with_granularity(CHANNEL if self.group_size == -1 else group(self.group_size))
+        return Recipe(scheme, self.format, self.algorithm, scale_rules=self.scale_rules)
+
+    def plan(self, source: str | Path) -> Plan:
+        """The plan for a model folder; see `make_plan` for the errors."""
+        return make_plan(source, self.recipe(), self.short_last_group)
+
+
+def calibration_for(source: str | Path, plan: Plan, text_file: str | None) -> Calibration | None:
+    """Token windows for a plan that needs them, None for one that does not.
+
+    Raises:
+        ModelError: the text or the tokenizer cannot be read.
+    """
+    if not plan_needs_calibration(plan):
+        return None
+    text, name = read_text(text_file)
+    windows = token_windows(load_tokenizer(source), text, CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
+    return Calibration(windows, name)
+
+
+def quantize(
+    model: str | Path,
+    output: str | Path,
+    scheme: str = "W4A16",
+    *,
+    group_size: int | None = None,
+    ignore: Iterable[str] = (),
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Quantizes a model folder into a new folder that stock transformers and vLLM load.
+
+    Args:
+        model: folder of an unquantized checkpoint.
+        output: folder to write; must not exist.
+        scheme: name of a preset, say `W4A16` or `FP8_DYNAMIC`.
+        group_size: numbers of a row under one scale; -1 for one scale per channel.
+        ignore: patterns of layers that stay as they are, besides `lm_head`.
+        max_shard_bytes: largest size of a weight file.
+        progress: called with the bytes of each source tensor dealt with.
+        **options: the other fields of `QuantizeOptions`.
+
+    Returns:
+        The report that is also written to `quantization_report.json`.
+
+    Raises:
+        FewbitError: anything that a user can mend; see `fewbit.errors`.
+    """
+    asked = replace(QuantizeOptions(scheme, group_size, tuple(ignore)), **options)
+    plan = asked.plan(model)
+    calibration = calibration_for(model, plan, asked.calibration_text)
+    return quantize_checkpoint(
+        model, output, plan, calibration=calibration, max_shard_bytes=max_shard_bytes, progress=progress
+    )

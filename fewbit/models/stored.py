@@ -1,0 +1,68 @@
+"""A checkpoint opened for reading: its files, its format, its scheme, and what its modules are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
+from fewbit.checkpoints.registry import find_format, quantization_config
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
+from fewbit.numerics import QuantizedTensor
+from fewbit.spec.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint opened for reading.
+
+    Attributes:
+        folder: its files.
+        format: its format, None for a plain checkpoint.
+        scheme: the scheme that its configuration states, None for a plain checkpoint.
+        decided_by: the file and field that said what it is, empty for a plain checkpoint.
+    """
+
+    folder: TensorFolder
+    format: CheckpointFormat | None = None
+    scheme: Scheme | None = None
+    decided_by: str = ""
+
+    @classmethod
+    def open(cls, path: str | Path) -> StoredCheckpoint:
+        """Opens a folder and recognizes its format from headers and configuration alone.
+
+        Raises:
+            CheckpointError: the folder or its configuration cannot be read.
+        """
+        folder = TensorFolder(Path(path))
+        found = quantization_config(folder)
+        checkpoint = find_format(found[0]) if found else None
+        if found is None or checkpoint is None:
+            return cls(folder)
+        return cls(folder, checkpoint, checkpoint.scheme(found[0]), found[1])
+
+    @cached_property
+    def modules(self) -> dict[str, dict[str, TensorHeader]]:
+        """Headers by module: name of the module on disk -> name below it -> header."""
+        return by_module(self.folder.headers)
+
+    def describe(self, module: str, class_name: str = "Linear") -> StoredLayer | None:
+        """What the module's tensors are; None for a plain one.
+
+        Raises:
+            CheckpointError: they contradict one another, or a scale has no weight to belong to.
+        """
+        if self.format is None or self.scheme is None:
+            return None
+        return self.format.describe(self.scheme, module, self.modules[module], class_name)
+
+    def record(self, module: str, stored: StoredLayer, shape: tuple[int, int]) -> QuantizedTensor:
+        """The hub record of a quantized layer of logical `shape`, read from its file."""
+        assert self.format is not None
+        owned = {spec.name for spec in self.format.specs(stored)} & set(self.modules[module])
+        tensors = {tensor: self.folder.load(f"{module}.{tensor}") for tensor in owned}
+        record = self.format.read(stored, tensors, shape)
+        record.validate(module)
+        return record

@@ -1,0 +1,45 @@
+"""Activations: static scales from calibration, and quantizing and dequantizing by key."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fewbit.numerics.quantize import dequantize, quantize, quantize_with
+from fewbit.numerics.ranges import global_scale_of, stored_scale
+from fewbit.numerics.tensor import QuantizedTensor
+from fewbit.spec.key import QuantKey
+
+
+def needs_calibration(key: QuantKey | None) -> bool:
+    """Whether an activation key has a scale that must be known before the layer runs."""
+    if key is None:
+        return False
+    return not key.is_dynamic or (key.global_scale is not None and not key.global_scale.dynamic)
+
+
+def static_input_scales(largest: Tensor, key: QuantKey) -> dict[str, Tensor]:
+    """Role -> static scale of a symmetric activation key for inputs of at most `largest` in magnitude, [] each."""
+    if key.global_scale is not None:
+        return {"input_global_scale": global_scale_of(largest, key)}
+    return {"input_scale": stored_scale(largest / key.element.max, key.scale.element)}
+
+
+def fake_quantize(x: Tensor, key: QuantKey, record: QuantizedTensor) -> Tensor:
+    """Activations quantized and dequantized by their key, float32 of x's shape.
+
+    Args:
+        x: [..., K].
+        key: the activation key.
+        record: the layer's weight, which carries the static activation scales.
+    """
+    if x.numel() == 0:
+        return x.float()
+    flat = x.reshape(-1, x.shape[-1])
+    if "input_global_scale" in record:
+        quantized = quantize(flat, key, global_scale=record["input_global_scale"].reshape(1, 1))
+    elif "input_scale" in record and not key.is_dynamic:
+        zero_point = record["input_zero_point"] if "input_zero_point" in record else None
+        quantized = quantize_with(flat, key, record["input_scale"], zero_point)
+    else:
+        quantized = quantize(flat, key)
+    return dequantize(quantized).reshape(x.shape)

@@ -1,0 +1,1 @@
+"""Running models: generation now; captured decode steps, caches and serving later."""

@@ -1,0 +1,97 @@
+"""Tiny checkpoints written by the original tools: every quantized layer dequantizes to the numbers the tool gave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from fewbit.checkpoints.registry import find_format, quantization_config
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
+from fewbit.packing.registry import dequantize_record
+
+REPOSITORY = Path(__file__).parents[2]
+HERE = REPOSITORY / "tests" / "data" / "checkpoints"
+BESIDE = REPOSITORY.parent / "shared" / "checkpoints"  # development checkouts have all of them there
+
+NAMES = [
+    "autoround-mxfp4-llmcompressor-llama-b",
+    "llmcompressor-awq-w4a16-asym-llama-b",
+    "llmcompressor-fp8-block-llama-b",
+    "llmcompressor-fp8-dynamic-moe-a",
+    "llmcompressor-fp8-kvcache-fp8-llama-b",
+    "llmcompressor-fp8-static-llama-b",
+    "llmcompressor-gptq-w3a16-g64-llama-b",
+    "llmcompressor-gptq-w4a16-actorder-weight-llama-b",
+    "llmcompressor-mixed-fp8-attn-int4-mlp-llama-b",
+    "llmcompressor-mxfp4a16-llama-b",
+    "llmcompressor-mxfp8-llama-b",
+    "llmcompressor-nvfp4-llama-b",
+    "llmcompressor-w2a16-g64-llama-b",
+    "llmcompressor-w4a16-g128-moe-a",
+    "llmcompressor-w4a16-g64-asym-llama-b",
+    "llmcompressor-w4a16-g64-sym-llama-b",
+    "llmcompressor-w4a16-ignore-names-regex-llama-b",
+    "llmcompressor-w4a8-g64-llama-b",
+    "llmcompressor-w8a16-channel-llama-b",
+    "llmcompressor-w8a8-dynamic-llama-b",
+    "llmcompressor081-gptq-w4a16-actorder-group-llama-a",
+    "transformers-fp8-block64-llama-b",
+]
+
+
+def folder_of(name: str) -> Path:
+    found = next((parent / name for parent in (HERE, BESIDE) if (parent / name).is_dir()), None)
+    if found is None:
+        pytest.skip(f"{name} is not in this checkout; it lies in ../shared/checkpoints of development checkouts.")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_has_the_numbers_of_its_tool(name: str) -> None:
+    path = folder_of(name)
+    folder = TensorFolder(path)
+    expected = json.loads((path / "expected.json").read_text())["linears"]
+    found = quantization_config(folder)
+    assert found is not None
+    checkpoint = find_format(found[0])
+    assert checkpoint is not None
+    scheme = checkpoint.scheme(found[0])
+    quantized = set()
+    for module, headers in by_module(folder.headers).items():
+        stored = checkpoint.describe(scheme, module, headers)
+        if stored is None:
+            continue
+        assert stored.key.weight.element == scheme.key_for(module, "Linear", checkpoint.matcher).weight.element
+        tensors = {name: folder.load(f"{module}.{name}") for name in headers}
+        record = checkpoint.read(stored, tensors, tuple(expected[module]["shape"]))
+        record.validate(module)
+        numbers = dequantize_record(record) + 0.0  # -0.0 becomes 0.0
+        digest = hashlib.sha256(numbers.numpy().astype("<f4").tobytes()).hexdigest()
+        assert digest == expected[module]["sha256_f32le_poszero"], module
+        quantized.add(module)
+    assert quantized == expected.keys()
+
+
+def test_act_order_is_kept() -> None:
+    folder = TensorFolder(folder_of("llmcompressor081-gptq-w4a16-actorder-group-llama-a"))
+    checkpoint = find_format({"quant_method": "compressed-tensors"})
+    assert checkpoint is not None
+    scheme = checkpoint.scheme(folder.config["quantization_config"])
+    module = "model.layers.0.mlp.down_proj"
+    headers = by_module(folder.headers)[module]
+    stored = checkpoint.describe(scheme, module, headers)
+    assert stored is not None
+    record = checkpoint.read(stored, {name: folder.load(f"{module}.{name}") for name in headers}, (256, 512))
+    assert record["order"].shape == (512,)
+
+
+def test_the_key_of_a_kv_cache_is_read() -> None:
+    folder = TensorFolder(folder_of("llmcompressor-fp8-kvcache-fp8-llama-b"))
+    checkpoint = find_format(folder.config["quantization_config"])
+    assert checkpoint is not None
+    assert str(checkpoint.scheme(folder.config["quantization_config"]).kv_cache) == "e4m3:tensor:f32"
+    attention = by_module(folder.headers)["model.layers.0.self_attn"]
+    assert checkpoint.describe(checkpoint.scheme(folder.config["quantization_config"]), "self_attn", attention) is None

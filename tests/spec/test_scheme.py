@@ -1,0 +1,133 @@
+"""Schemes: which module gets which key, and their JSON form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fewbit.errors import SchemeError
+from fewbit.spec import ELEMENTS, PRESETS, LinearKey, QuantKey, Rule, Scheme, group, preset
+from fewbit.spec.pattern import matches_compressed_tensors
+from tests.spec.keys import LINEAR_KEYS, QUANT_KEYS
+
+INT4 = LinearKey.parse("int4:group128:bf16")
+INT8 = LinearKey.parse("int8:channel:bf16")
+FP8 = LinearKey.parse("e4m3:channel:bf16 * e4m3:token:f32:dynamic")
+
+WORDS = st.lists(st.text(min_size=1, max_size=12), max_size=3).map(tuple)
+SCHEMES = st.builds(
+    Scheme,
+    st.text(max_size=12),
+    st.lists(st.builds(Rule, WORDS, LINEAR_KEYS), max_size=3).map(tuple),
+    WORDS,
+    st.none() | QUANT_KEYS,
+)
+
+
+def _mixed() -> Scheme:
+    rules = (Rule(("re:.*down_proj", "layers.0"), INT8), Rule(("layers.1.down_proj",), FP8), Rule(("Linear",), INT4))
+    return Scheme("MIXED", rules, ignore=("lm_head", "*.gate"))
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "key"),
+    [
+        ("model.layers.2.mlp.up_proj", "Linear", INT4),
+        ("model.layers.2.mlp.down_proj", "Linear", INT8),
+        ("model.layers.0.mlp.up_proj", "Linear", INT8),
+        ("layers.1.down_proj", "Linear", INT8),  # the first rule that names it, although a later one is more exact
+        ("model.layers.2.norm", "RMSNorm", None),
+        ("lm_head", "Linear", None),
+        ("model.layers.0.mlp.gate", "Linear", None),  # ignored, although two rules name it
+    ],
+)
+def test_ignore_beats_rules_and_the_first_rule_wins(name: str, class_name: str, key: LinearKey | None) -> None:
+    assert _mixed().key_for(name, class_name) == key
+
+
+def test_another_matcher_decides_by_its_own_rule() -> None:
+    scheme = Scheme("X", (Rule(("layers.0",), INT8), Rule(("Linear",), INT4)), ignore=("b_proj",))
+    assert scheme.key_for("layers.0.q", matcher=matches_compressed_tensors) == INT4
+    assert scheme.key_for("x.b_proj", matcher=matches_compressed_tensors) == INT4
+    assert scheme.key_for("x.b_proj") is None
+
+
+def test_unmatched_patterns_of_rules_and_exclusions() -> None:
+    modules = [("layers.1.up_proj", "Linear"), ("lm_head", "Linear")]
+    assert _mixed().unmatched(modules) == ["re:.*down_proj", "layers.0", "layers.1.down_proj", "*.gate"]
+
+
+def test_ignoring_adds_once() -> None:
+    assert _mixed().ignoring(["lm_head", "embed"]).ignore == ("lm_head", "*.gate", "embed")
+
+
+def test_with_granularity_changes_every_rule_but_no_activation() -> None:
+    scheme = Scheme("X", (Rule(("a",), FP8), Rule(("b",), INT4))).with_granularity(group(32))
+    assert [str(rule.key) for rule in scheme.rules] == [
+        "e4m3:group32:bf16 * e4m3:token:f32:dynamic",
+        "int4:group32:bf16",
+    ]
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "FP8_BLOCK"])
+def test_formats_that_fix_their_group_refuse_another(name: str) -> None:
+    with pytest.raises(SchemeError, match=name):
+        preset(name).with_granularity(group(64))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_with_scale_element_keeps_scales_that_are_part_of_the_format(name: str) -> None:
+    before = preset(name).rules[0].key
+    after = preset(name).with_scale_element(ELEMENTS["f16"]).rules[0].key
+    narrow = before.weight.scale.element.bits == 8
+    assert after.weight.scale.element is (before.weight.scale.element if narrow else ELEMENTS["f16"])
+    assert after.activation == before.activation
+
+
+@given(SCHEMES)
+def test_json_round_trip(scheme: Scheme) -> None:
+    assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_json_round_trip_of_presets(name: str) -> None:
+    assert Scheme.from_json(json.loads(json.dumps(preset(name).to_json()))) == preset(name)
+
+
+def _without(field: str) -> dict[str, Any]:
+    data = _mixed().to_json()
+    del data[field]
+    return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        *(_without(field) for field in ("name", "rules", "ignore")),
+        _mixed().to_json() | {"ignore": "lm_head"},  # a string is a list of letters to `tuple`
+        _mixed().to_json() | {"ignore": None},
+        _mixed().to_json() | {"ignore": [1]},
+        _mixed().to_json() | {"rules": [{"targets": "Linear", "key": str(INT4)}]},
+        _mixed().to_json() | {"rules": [{"key": str(INT4)}]},
+        _mixed().to_json() | {"rules": [{"targets": ["Linear"], "key": 4}]},
+        _mixed().to_json() | {"rules": [{"targets": ["Linear"], "key": "int44:group128:bf16"}]},
+        _mixed().to_json() | {"rules": ["Linear"]},
+        _mixed().to_json() | {"kv_cache": 8},
+        _mixed().to_json() | {"kv_cache": "fp8"},
+    ],
+)
+def test_json_that_is_no_scheme_is_refused(data: Any) -> None:
+    with pytest.raises(SchemeError):
+        Scheme.from_json(data)
+
+
+def test_a_kv_cache_key_survives() -> None:
+    key = QuantKey.parse("e4m3:tensor:f32")
+    assert Scheme.from_json(Scheme("X", (), kv_cache=key).to_json()).kv_cache == key
