@@ -56,7 +56,7 @@ def parse_size(text: str) -> int:
     Raises:
         OutputError: it is no size, or none above zero.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:

@@ -105,7 +105,12 @@ class TensorFolder:
         file, header, (start, end) = self.path / self.file_of[name], self.headers[name], self._spans[name]
         if header.dtype not in DTYPES:
             raise CheckpointError(f"{name} in {file} is {header.dtype}, which torch cannot hold.", "Convert the file.")
-        data = torch.from_numpy(np.fromfile(file, np.uint8, count=end - start, offset=start))
+        if start == end:
+            return torch.empty(header.shape, dtype=DTYPES[header.dtype])
+        try:
+            data = torch.from_numpy(np.fromfile(file, np.uint8, count=end - start, offset=start))
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read any more: {error}.", "Start again.") from error
         if data.numel() != end - start:
             raise CheckpointError(f"{file} ends within {name}: it was changed while being read.", "Start again.")
         return data.view(DTYPES[header.dtype]).reshape(header.shape)

@@ -36,7 +36,7 @@ def explain(
     quiet_libraries()
     target = hardware(device, assume)
     wanted = preference(linear_backend, disable_kernel, strict)
-    element = _element(dtype, target)
+    element = _element(dtype)
     requests = _stored(model, element) if model else {"layer": _asked(scheme, group_size, shape, element)}
     explained = [_explain(name, request, target, wanted) for name, request in requests.items()]
     if json:
@@ -57,15 +57,13 @@ def explain(
             console.print(f"[yellow]Note:[/] {entry['note']}")
 
 
-def _element(dtype: str, target: Any) -> str:
-    """Element name of a layer's inputs: what the user says, else bf16 where the device has it."""
+def _element(dtype: str) -> str:
+    """Element name of a layer's inputs: what the user says, else bf16, as most models are."""
     from fewbit.cli.choices import torch_dtype
     from fewbit.numerics import float_element
 
     named = torch_dtype(dtype)
-    if named is not None:
-        return float_element(named).name
-    return "bf16" if target.has("bf16") else "f16" if target.platform == "cuda" else "f32"
+    return "bf16" if named is None else float_element(named).name
 
 
 def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any:

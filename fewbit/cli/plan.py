@@ -53,8 +53,7 @@ def summarize(made: Any, device: Any, max_shard_bytes: int) -> dict[str, Any]:
     """A plan as a JSON object, equal layers of different blocks in one row."""
     from fewbit.spec.element import Element
 
-    dtype = made.dtype if device.platform != "cpu" or device.has("bf16") else "f32"
-    choices = made.choices(device, dtype)
+    choices = made.choices(device, made.dtype)
     width = Element.parse(made.dtype).bits // 8
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for layer in made.layers:

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fewbit.errors import CheckpointError
-from fewbit.models.names import Names, build_on_meta, config_dtype, read_config
+from fewbit.models.destinations import Destinations
+from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.pipeline import sqnr_db
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
@@ -41,13 +42,12 @@ def decoded_layers(stored: StoredCheckpoint) -> Iterator[DecodedLayer]:
     path = stored.folder.path
     config = read_config(path)
     model = build_on_meta(config, config_dtype(config))
-    names = Names(model)
+    destinations = Destinations(model, stored.modules)
     for module in stored.modules:
         described = stored.describe(module)
         if described is None:
             continue
-        target = names.target(f"{module}.weight").name.removesuffix(".weight")
-        shape = _shape(submodule(model, target), module)
+        shape = _shape(submodule(model, destinations.module(module)), module)
         record = stored.record(module, described, shape)
         yield DecodedLayer(module, record, dequantize_record(record))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +109,12 @@ class BlockStream:
             self.states.append(state)
         self.arguments[path].append(arguments)
 
-    def through(self, path: str, layers: list[str]) -> dict[str, InputStatistics]:
-        """Carries the states through the block at `path` and gathers the inputs of its linear `layers`.
+    def through(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
+        """Carries the states through the block at `path` and gathers the inputs of its linear layers.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a layer, whatever the caller calls it -> its path in the model.
 
         Returns:
             Layer name -> statistics of its input.
@@ -119,10 +123,10 @@ class BlockStream:
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
             handles = [
-                self.model.get_submodule(name).register_forward_pre_hook(
+                self.model.get_submodule(location).register_forward_pre_hook(
                     lambda _module, inputs, gathered=statistics[name]: gathered.add(inputs[0])
                 )
-                for name in layers
+                for name, location in layers.items()
             ]
             for index, state in enumerate(self.states):
                 output = block(state, **self.arguments[path][index])

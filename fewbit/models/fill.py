@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import ModelError
-from fewbit.models.names import Names
+from fewbit.models.destinations import Destinations
 from fewbit.models.replace import set_tensor, tensor_slot, to_meta
 
 
@@ -23,30 +23,19 @@ class PartialModel:
 
     def __init__(self, model: PreTrainedModel, folder: TensorFolder) -> None:
         self.model, self.folder = model, folder
-        names = Names(model)
-        self._sources: dict[str, str] = {}
-        self._merged: set[str] = set()
-        for stored in folder.headers:
-            target = names.target(stored)
-            self._sources[target.name] = stored
-            if target.merge is not None:
-                self._merged.add(target.name)
+        self.destinations = Destinations(model, by_module(folder.headers))
+        self._sources = {self.destinations.tensor(stored): stored for stored in folder.headers}
 
     @contextmanager
     def filled(self, path: str) -> Iterator[None]:
         """The submodule at `path` has its parameters meanwhile.
 
         Raises:
-            ModelError: a parameter is merged from several stored tensors, or missing.
+            ModelError: a parameter is missing.
         """
         module = self.model.get_submodule(path)
         for leaf, _ in list(module.named_parameters()):
             name = f"{path}.{leaf}"
-            if name in self._merged:
-                raise ModelError(
-                    f"{name} is merged from several tensors; calibration does not run such layers yet.",
-                    "Use a scheme with dynamic activation scales.",
-                )
             if name not in self._sources:
                 raise ModelError(f"The checkpoint lacks {name}.", "Get the whole folder.")
             slot = tensor_slot(self.model, name)

@@ -55,7 +55,7 @@ def dense_folder_from_gguf(gguf: Path, output: Path, dtype: torch.dtype = torch.
             raise CheckpointError(
                 f"transformers cannot read {gguf.name}: {reason}", 'Install "fewbit[demo]", or check the file.'
             ) from error
-        model.config.name_or_path = ""  # the GGUF's own title, which is no place to load from
+        vars(model.config).pop("_model_name_or_path", None)  # the GGUF's own title, which is no place to load from
         model.to(dtype).save_pretrained(staging)
         tokenizer.save_pretrained(staging)
 

@@ -17,7 +17,8 @@ from fewbit.kernels.select import Preference
 from fewbit.methods.base import Placement, StoredWeights
 from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedding_of
 from fewbit.methods.linear import LinearMethod, linear_of
-from fewbit.models.names import Names, build_on_meta, config_dtype, read_config, tied_names
+from fewbit.models.destinations import Destinations
+from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
 from fewbit.models.replace import replace_submodule, set_tensor, submodule, tensor_slot
 from fewbit.models.stored import StoredCheckpoint
 
@@ -56,7 +57,7 @@ def load(
     Args:
         path: the checkpoint's folder.
         device: `auto` (an accelerator if there is one), `cpu`, `cuda`, ...
-        dtype: dtype of activations and of plain parameters; None for the checkpoint's own (see `running_dtype`).
+        dtype: dtype of activations and of plain parameters; None for the checkpoint's own.
         preference: what to ask of the kernel choice.
         strict: whether tensors that contradict the configuration are an error rather than a line of the report.
         progress: called with bytes read.
@@ -72,7 +73,7 @@ def load(
     stored = StoredCheckpoint.open(path)
     config = read_config(path)
     device = default_device() if device == "auto" else device
-    dtype = dtype or running_dtype(config_dtype(config), device)
+    dtype = dtype or config_dtype(config)
     model = build_on_meta(config, dtype)
     loader = _Loader(model, stored, Placement(this_machine(device), torch.device(device), dtype, preference))
     loader.replace_quantized_modules()
@@ -86,19 +87,13 @@ def load(
     return model
 
 
-def running_dtype(declared: torch.dtype, device: str) -> torch.dtype:
-    """The dtype to run in where the user names none: the declared one, or float32 on a CPU that emulates bf16."""
-    emulated = device == "cpu" and declared is not torch.float32 and not this_machine("cpu").has("bf16")
-    return torch.float32 if emulated else declared
-
-
 class _Loader:
     """The state of one load: which stored module goes where, and what is still to come."""
 
     def __init__(self, model: PreTrainedModel, stored: StoredCheckpoint, placement: Placement) -> None:
         self.model, self.stored, self.placement = model, stored, placement
-        self.names = Names(model)
         self.tied = tied_names(model)
+        self.destinations = Destinations(model, stored.modules)
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
@@ -107,7 +102,7 @@ class _Loader:
         """Puts a quantized module wherever the checkpoint's tensors say that the layer is quantized."""
         classes: list[tuple[str, str]] = []
         for module in self.stored.modules:
-            path = self.names.target(f"{module}.weight").name.removesuffix(".weight")
+            path = self.destinations.module(module)
             plain = submodule(self.model, path)
             class_name = type(plain).__name__ if plain is not None else ""
             classes.append((module, class_name))
@@ -155,7 +150,7 @@ class _Loader:
         """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
         folder = self.stored.folder
         for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
-            target = self.targets.get(name) or self.names.target(name).name
+            target = self.targets.get(name) or self.destinations.tensor(name)
             if tensor_slot(self.model, target) is None:
                 self.report.carried.append(name)
                 continue

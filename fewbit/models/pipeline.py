@@ -124,6 +124,7 @@ class _Run:
         self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
         self.model = build_on_meta(config, config_dtype(config))
+        self.partial = PartialModel(self.model, self.folder)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
 
@@ -141,18 +142,20 @@ class _Run:
         units: dict[str, list[str]] = {"": []} | {path: [] for path in blocks_of(self.model)}
         prefixes = {f"{path}.": path for path in units if path}
         for name in sorted(self.folder.headers):
-            unit = next((path for prefix, path in prefixes.items() if name.startswith(prefix)), "")
-            units[unit].append(name)
+            target = self.partial.destinations.tensor(name)
+            units[next((path for prefix, path in prefixes.items() if target.startswith(prefix)), "")].append(name)
         return units
 
     def _statistics(self) -> Callable[[str], Mapping[str, InputStatistics]]:
         if self.calibration is None or not plan_needs_calibration(self.plan):
             return lambda _: {}
-        partial = PartialModel(self.model, self.folder)
-        stream = BlockStream(self.model, partial.filled, self.calibration.windows)
-        return lambda block: stream.through(
-            block, [name for name, layer in self.layers.items() if layer.block == block]
-        )
+        stream = BlockStream(self.model, self.partial.filled, self.calibration.windows)
+
+        def through(block: str) -> Mapping[str, InputStatistics]:
+            inside = [name for name, layer in self.layers.items() if layer.block == block]
+            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside})
+
+        return through
 
     def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")

@@ -13,9 +13,10 @@ from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.registry import family_of, linear_kernels
 from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.models.destinations import Destinations
 from fewbit.models.families import blocks_of
 from fewbit.models.inspect import natural_order
-from fewbit.models.names import Names, build_on_meta, config_dtype, read_config
+from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import float_element
@@ -139,17 +140,16 @@ def _format(name: str) -> CheckpointFormat:
 def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[PlannedLayer, ...]:
     """Every module of the checkpoint with a matrix of weights, and what the scheme says of it."""
     model = build_on_meta(config, config_dtype(config))
-    names, blocks = Names(model), tuple(f"{path}." for path in blocks_of(model))
+    destinations, blocks = Destinations(model, stored.modules), tuple(f"{path}." for path in blocks_of(model))
     embedding = model.get_input_embeddings()
     layers = []
     for module, headers in stored.modules.items():
         header = headers.get("weight")
         if header is None or len(header.shape) != 2:
             continue
-        target = names.target(f"{module}.weight")
-        built = submodule(model, target.name.removesuffix(".weight"))
-        class_name = "Linear" if target.merge else type(built).__name__ if built is not None else ""
-        block = next((path[:-1] for path in blocks if f"{module}.".startswith(path)), "")
+        built = submodule(model, destinations.module(module))
+        class_name = type(built).__name__ if built is not None else ""
+        block = next((path[:-1] for path in blocks if destinations.module(module).startswith(path)), "")
         key, reason = None, ""
         if class_name != "Linear":
             reason = "embedding" if built is embedding else class_name or "not built by the model class"

