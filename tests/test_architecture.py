@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,11 @@ READS_ENVIRONMENT: set[str] = set()  # files that may; behaviour is set by optio
 Rule = Callable[[Path], list[str]]
 
 
-def _sources(root: Path) -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(root.rglob("*.py")):
-        yield path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def _sources(root: Path) -> list[tuple[Path, ast.Module]]:
+    return [
+        (path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(root.rglob("*.py"))
+    ]
 
 
 def _imports(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -69,14 +69,6 @@ class CompressedTensors(LinearFormat):
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
         return config_of({name: self.written_as(key) for name, key in layers.items()}, plain)
 
-    def describe(
-        self, scheme: Scheme, module: str, headers: Mapping[str, TensorHeader], class_name: str = "Linear"
-    ) -> StoredLayer | None:
-        configured = scheme.key_for(module, class_name, type(self).matcher)
-        if configured:
-            _refuse_unstraddled(module, configured.weight, headers)
-        return super().describe(scheme, module, headers, class_name)
-
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
         weight = key.weight
         if weight in _FIXED:
@@ -89,6 +81,20 @@ class CompressedTensors(LinearFormat):
         if weight.element == E4M3 and weight.symmetric and weight.granularity.kind != "token":
             return (StoredLayer(key, "float-quantized" if key.activation else "naive-quantized"),)
         return ()
+
+    def refuse_obsolete(self, module: str, key: LinearKey, headers: Mapping[str, TensorHeader]) -> None:
+        """Early versions put floor(32 / b) codes of 3, 5, 6 or 7 bits into a word."""
+        packed, scale = headers.get("weight_packed"), headers.get("weight_scale")
+        bits, granularity = key.weight.element.bits, key.weight.granularity
+        if packed is None or scale is None or packed.dtype != "I32" or granularity.kind != "group" or 32 % bits == 0:
+            return
+        columns = scale.shape[-1] * granularity.columns
+        if packed.shape[-1] == -(-columns // (32 // bits)):
+            raise CheckpointError(
+                f"{module}: {packed.shape[-1]} words a row hold {32 // bits} codes of {bits} bits each, needed "
+                f"{-(-columns * bits // 32)} words without gaps.",
+                "A compressed-tensors version before dense packing wrote it; quantize again.",
+            )
 
     def layouts(self, stored: StoredLayer) -> tuple[Layout, Layout]:
         bits, half = stored.key.weight.element.bits, 1 << (stored.key.weight.element.bits - 1)
@@ -171,11 +177,16 @@ class CompressedTensors(LinearFormat):
             )
         if key.activation and not _holds_activation(key.activation):
             return f"compressed-tensors cannot describe activations of {key.activation}"
+        if key.weight in _FIXED and shape[1] % key.weight.granularity.columns:
+            return f"groups of {key.weight.granularity.columns} weights do not divide K={shape[1]}"
+        return None
+
+    def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         for what, part in (("weights", key.weight), ("activations", key.activation)):
-            if part and part.granularity.kind == "group" and shape[1] % part.granularity.columns:
+            if part and part.granularity.kind in ("group", "block") and shape[1] % part.granularity.columns:
                 return (
-                    f"groups of {part.granularity.columns} {what} do not divide K={shape[1]}, and compressed-tensors "
-                    "refuses to load a short last group"
+                    f"{part.granularity} {what} do not divide K={shape[1]}: fewbit reads a short last "
+                    "group, the compressed-tensors library and so stock transformers do not"
                 )
         return None
 
@@ -214,22 +225,6 @@ def _order(order: Tensor, weight: QuantKey) -> Tensor | None:
             "An act-order layer cannot be split along K; otherwise the file is damaged.",
         )
     return order
-
-
-def _refuse_unstraddled(module: str, weight: QuantKey, headers: Mapping[str, TensorHeader]) -> None:
-    """Raises CheckpointError for words of floor(32 / b) codes, as early versions packed 3, 5, 6 and 7 bits."""
-    packed, scale = headers.get("weight_packed"), headers.get("weight_scale")
-    bits = weight.element.bits
-    if packed is None or scale is None or packed.dtype != "I32" or weight.granularity.kind != "group" or 32 % bits == 0:
-        return
-    columns = scale.shape[-1] * weight.granularity.columns
-    gapless, with_gaps = -(-columns * bits // 32), -(-columns // (32 // bits))
-    if packed.shape[-1] == with_gaps != gapless:
-        raise CheckpointError(
-            f"{module}: {packed.shape[-1]} words a row hold {32 // bits} codes of {bits} bits each, needed "
-            f"{gapless} words without gaps.",
-            "A compressed-tensors version before dense packing wrote it; quantize again.",
-        )
 
 
 def _reciprocal(name: str, divisor: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def _group(name: str, value: Any) -> list[tuple[Any, LinearKey]]:
             f"{where}.output_activations is not supported: only weights and input activations are.",
             "Describe a quantized KV cache by kv_cache_scheme.",
         )
-    if not value.get("weights"):
+    if value.get("weights") is None:
         raise CheckpointError(f"{where} quantizes no weights.", "Describe them, or remove the group.")
     activation = value.get("input_activations")
     return [
@@ -171,7 +171,7 @@ def _group(name: str, value: Any) -> list[tuple[Any, LinearKey]]:
             targets,
             LinearKey(
                 _key(value["weights"], f"{where}.weights", BF16),
-                _key(activation, f"{where}.input_activations", F32) if activation else None,
+                _key(activation, f"{where}.input_activations", F32) if activation is not None else None,
             ),
         )
     ]

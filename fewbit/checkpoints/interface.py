@@ -104,6 +104,10 @@ class CheckpointFormat(ABC):
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """Why this format cannot hold a layer of that key and shape, with the numbers; None where it can."""
 
+    def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
+        """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
+        return None
+
     @abstractmethod
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config` to write.

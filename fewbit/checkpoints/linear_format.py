@@ -55,6 +55,9 @@ class LinearFormat(CheckpointFormat):
     def activation_specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
         """The tensors of static activation quantization; empty where there is none."""
 
+    def refuse_obsolete(self, module: str, key: LinearKey, headers: Mapping[str, TensorHeader]) -> None:
+        """Raises CheckpointError for tensors that an obsolete writer gave another meaning under the same names."""
+
     def layouts(self, stored: StoredLayer) -> tuple[Layout, Layout]:
         """Where the bits of codes and of zero points lie on disk."""
         return PLAIN, PLAIN
@@ -84,6 +87,7 @@ class LinearFormat(CheckpointFormat):
         others = dict.fromkeys(rule.key for rule in scheme.rules)
         fitting = self._fitting([*([configured] if configured else []), *others], headers)
         if not fitting and configured:
+            self.refuse_obsolete(module, configured, headers)
             near = self._fitting(_variations(configured), headers)
             fitting = near if len({stored.key for stored in near}) == 1 else []
         if not fitting:

@@ -148,7 +148,7 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
     made: list[Path] = []
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
-        with _disk_errors(out):
+        with _disk_errors(out, staging):
             made = _make_parents(out.parent)
             staging.mkdir()
             yield staging
@@ -226,16 +226,16 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    """Turns errors of the output's own place into OutputError; errors of other files pass."""
+def _disk_errors(out: Path, staging: Path) -> Iterator[None]:
+    """Turns errors of the output's own place into OutputError; errors of other files, sources say, pass."""
     try:
         yield
     except OSError as error:
-        name = str(error.filename or "")
-        if error.errno not in _NO_ROOM and not name.startswith(str(out.parent)):
+        place = Path(str(error.filename)) if error.filename else None
+        ours = place is not None and (place.is_relative_to(staging) or staging.is_relative_to(place))
+        if not ours and error.errno not in _NO_ROOM:
             raise
-        present = next(path for path in out.parents if path.exists())
-        free = shutil.disk_usage(present).free
+        free = shutil.disk_usage(next(path for path in out.parents if path.exists())).free
         raise OutputError(
             f"{out} cannot be written: {os.strerror(error.errno) if error.errno else error} ({free} bytes are free).",
             "Make room or choose another folder.",

@@ -53,11 +53,11 @@ class TensorFolder:
         self.file_of: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         indexed = None if given.is_file() else self._index()
-        files = [given.name] if given.is_file() else self._shards(indexed)
+        files = [given] if given.is_file() else [inside(self.path, name) for name in self._shards(indexed)]
         for file in files:
             self._add_shard(file)
         self.unindexed = tuple(name for name in self.headers if indexed is not None and name not in indexed)
-        self.unused_files = tuple(sorted({found.name for found in self.path.glob("*.safetensors")} - set(files)))
+        self.unused_files = tuple(sorted(found.name for found in {*self.path.glob("*.safetensors")} - {*files}))
         if indexed:
             self._check_index(indexed)
 
@@ -143,17 +143,16 @@ class TensorFolder:
             raise CheckpointError(f"{self.path} holds no .safetensors file.", "Give the folder of a checkpoint.")
         return found
 
-    def _add_shard(self, name: str) -> None:
-        file = inside(self.path, name)
+    def _add_shard(self, file: Path) -> None:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, and {INDEX} names it.", "Download the missing shard.")
         for tensor, (header, span) in _read_headers(file).items():
             if tensor in self.headers:
                 raise CheckpointError(
-                    f"{tensor} is in {self.file_of[tensor]} and in {name} of {self.path}.",
+                    f"{tensor} is in {self.file_of[tensor]} and in {file.name} of {self.path}.",
                     "Keep the shards of one checkpoint only.",
                 )
-            self.headers[tensor], self.file_of[tensor], self._spans[tensor] = header, name, span
+            self.headers[tensor], self.file_of[tensor], self._spans[tensor] = header, file.name, span
 
     def _check_index(self, indexed: Mapping[str, str]) -> None:
         for name, file in indexed.items():

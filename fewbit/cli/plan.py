@@ -81,5 +81,5 @@ def summarize(made: Any, device: Any, max_shard_bytes: int) -> dict[str, Any]:
         "quantized_share": quantized / made.bytes_before,
         "bits_per_weight": made.bits_per_weight,
         "peak_bytes": made.peak_bytes(max_shard_bytes),
-        "notes": sorted({choice.note for choice in choices.values() if choice.note}),
+        "notes": [*made.cautions, *sorted({choice.note for choice in choices.values() if choice.note})],
     }

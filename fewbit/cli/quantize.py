@@ -58,4 +58,6 @@ def quantize(
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )
+    for caution in made.cautions:
+        console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")

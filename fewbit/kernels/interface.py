@@ -1,13 +1,13 @@
 """The contract of a kernel: it refuses with numbers, prepares a record once, and runs.
 
-A kernel is one file below `kernels/linear` (later `kernels/moe`, ...). It never looks at the machine: `refuse` is a pure
-function of a request and a `Hardware`, so that what would run on another device is an ordinary unit test.
+A kernel is one file below `kernels/linear` (later `kernels/moe`, ...). It never looks at the machine: `refuse` is a
+pure function of a request and a `Hardware`, so that what would run on another device is an ordinary unit test.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
@@ -32,6 +32,8 @@ class LinearRequest:
         has_order: whether the weight carries an act-order index.
         has_input_scale: whether static activation scales are stored.
         batch_invariant: whether a row's bits may not depend on M.
+        extras: roles of the record that change its numbers and that neither the key nor the flags above tell of; any of
+            `EXTRA_ROLES`.
     """
 
     key: LinearKey
@@ -42,6 +44,29 @@ class LinearRequest:
     has_order: bool = False
     has_input_scale: bool = False
     batch_invariant: bool = False
+    extras: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, record: QuantizedTensor, key: LinearKey, dtype: str = "bf16", batch_invariant: bool = False
+    ) -> LinearRequest:
+        """The request of a layer whose weight is `record` [N, K], every flag taken from the record."""
+        rows, columns = record.shape
+        return cls(
+            key,
+            rows,
+            columns,
+            dtype=dtype,
+            layout=record.layout,
+            has_order="order" in record,
+            has_input_scale="input_scale" in record or "input_global_scale" in record,
+            batch_invariant=batch_invariant,
+            extras=frozenset(role for role in EXTRA_ROLES if role in record),
+        )
+
+
+EXTRA_ROLES = ("minimum", "codebook", "pre_scale")
+"""Roles beyond scales and zero points that change the numbers of a layer."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +74,12 @@ class Refusal:
     """Why a kernel will not run a request: one sentence with the value found and the value needed."""
 
     reason: str
+
+    @classmethod
+    def first(cls, obstacles: Iterable[str]) -> Refusal | None:
+        """The first of a kernel's obstacles, usually from a generator; None where there is none."""
+        reason = next(iter(obstacles), None)
+        return None if reason is None else cls(reason)
 
 
 class Numerics(IntEnum):

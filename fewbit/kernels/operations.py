@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-_LIBRARY = torch.library.Library("fewbit", "DEF")
+_LIBRARY: Any = torch.library.Library("fewbit", "DEF")  # type: ignore[no-untyped-call]
 
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Tensor]:
     """Registers `torch.ops.fewbit.<name>` and returns its overload, which is the cheapest thing to call.
 
     Args:
@@ -25,4 +26,5 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fewbit::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.fewbit, name).default
+    overload: Callable[..., Tensor] = getattr(torch.ops.fewbit, name).default
+    return overload

@@ -6,11 +6,14 @@ Everything else takes a `Hardware` and never looks.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
+from fewbit.kernels.linear.torch_onednn_int8 import ZERO, multiply, pack
 from fewbit.spec.hardware import DEVICES, Hardware
 
 OPTIONAL_PACKAGES = (
@@ -27,7 +30,7 @@ OPTIONAL_PACKAGES = (
 @cache
 def installed() -> dict[str, str]:
     """Package -> version of torch and of the optional packages that are installed."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for package in OPTIONAL_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -77,13 +80,78 @@ def _like(name: str, capability: int) -> Hardware:
 
 
 def _cpu() -> Hardware:
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability.startswith("AVX512") or capability == "AMX":
-        if torch.cpu._is_amx_tile_supported():
-            return DEVICES["x86-amx"]
-        return DEVICES["x86-avx512-vnni" if torch.cpu._is_vnni_supported() else "x86-avx512"]
-    if capability == "AVX2":
-        return DEVICES["x86-avx2"]
-    if capability in ("NEON", "SVE", "SVE256", "SVE128"):
-        return DEVICES["arm"]
-    return Hardware("cpu", "cpu")
+    aten = torch.backends.cpu.get_cpu_capability()
+    reported = cpu_capabilities(aten)
+    # Only a CPU that claims dot products of bytes is asked to prove it, which takes some milliseconds.
+    claims = any(reported.get(name) for name in _BYTE_DOT_PRODUCTS)
+    features = cpu_features(reported, aten, claims and onednn_is_exact())
+    name = cpu_name(features)
+    known = DEVICES.get(name, Hardware(name, "cpu"))
+    return replace(known, features=features)
+
+
+_BYTE_DOT_PRODUCTS = ("avx512_vnni", "avx_vnni", "amx_int8")
+_VECTOR_512 = ("AVX512", "AMX")  # names that start the ATen capabilities from AVX-512 on
+_ARM = ("NEON", "ASIMD", "SVE")
+
+
+def cpu_capabilities(aten: str) -> Mapping[str, Any]:
+    """Instruction sets of this CPU by torch's names; where torch does not list them, what its own choice implies.
+
+    Args:
+        aten: the instruction set that torch's kernels use, `AVX2` say.
+    """
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    wide = aten.startswith(_VECTOR_512)
+    # The claim to byte dot products is tried out by whoever reads it.
+    return {"avx2": wide or aten == "AVX2", "avx512_f": wide, "avx_vnni": wide or aten == "AVX2"}
+
+
+def cpu_features(reported: Mapping[str, Any], aten: str, exact: bool) -> frozenset[str]:
+    """Features in the words of `Hardware.features`.
+
+    Args:
+        reported: instruction sets of the CPU, by torch's names.
+        aten: the instruction set that torch's kernels use, which a user may have lowered below the CPU's own.
+        exact: whether oneDNN multiplies bytes without saturating.
+    """
+    wide = aten.startswith(_VECTOR_512)
+    found = {
+        "avx2": bool(reported.get("avx2")) and (wide or aten == "AVX2"),
+        "avx512": bool(reported.get("avx512_f")) and wide,
+        "vnni": exact and bool(reported.get("avx512_vnni") or reported.get("avx_vnni")),
+        "avx512_bf16": bool(reported.get("avx512_bf16")) and wide,
+        "amx": exact and bool(reported.get("amx_tile") and reported.get("amx_int8")),
+        "neon": aten.startswith(_ARM) or bool(reported.get("neon")),
+        "i8mm": bool(reported.get("i8mm")),
+    }
+    found["bf16"] = found["avx512_bf16"] or (found["neon"] and bool(reported.get("bf16")))
+    found["int8"] = found["vnni"] or found["amx"] or found["i8mm"]
+    return frozenset(name for name, present in found.items() if present)
+
+
+def cpu_name(features: frozenset[str]) -> str:
+    """The name in `DEVICES` of the CPU closest to one of these features, or `cpu`."""
+    if "amx" in features:
+        return "x86-amx"
+    if "avx512" in features:
+        return "x86-avx512-vnni" if "vnni" in features else "x86-avx512"
+    if "avx2" in features:
+        return "x86-avx2-vnni" if "vnni" in features else "x86-avx2"
+    if "neon" in features:
+        return "arm-i8mm" if "i8mm" in features else "arm"
+    return "cpu"
+
+
+def onednn_is_exact() -> bool:
+    """Whether oneDNN multiplies uint8 by int8 without saturating.
+
+    Tried out rather than read from a flag, because oneDNN can be told to use less than the CPU has.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    rows, columns, outputs = 2, 8, 16
+    codes = torch.full((rows, columns), 255, dtype=torch.uint8)
+    weight = pack(torch.full((outputs, columns), 127, dtype=torch.int8))
+    return bool((multiply(codes, weight, torch.ones(outputs)) == (255 - ZERO) * 127 * columns).all())

@@ -18,7 +18,7 @@ from fewbit.spec.key import LinearKey
 @cache
 def linear_kernels() -> dict[str, LinearKernel]:
     """Every linear kernel by name."""
-    return implementations(fewbit.kernels.linear, LinearKernel)
+    return implementations(fewbit.kernels.linear, LinearKernel)  # type: ignore[type-abstract]
 
 
 @cache

@@ -135,7 +135,10 @@ def _no_kernel(
     known = {name for verdict in verdicts for name in (verdict.kernel.backend, verdict.kernel.name)}
     if preference.backend and preference.backend not in known:
         return KernelError(f"Unknown backend {preference.backend!r}.", closest(preference.backend, known))
-    reasons = "; ".join(f"{verdict.kernel.name}: {verdict.refusal.reason}" for verdict in verdicts if verdict.refusal)
+    forced = [verdict for verdict in verdicts if preference.backend in (verdict.kernel.backend, verdict.kernel.name)]
+    reasons = "; ".join(
+        f"{verdict.kernel.name}: {verdict.refusal.reason}" for verdict in forced or verdicts if verdict.refusal
+    )
     return KernelError(
         f"No kernel runs {request.key} [{request.rows}, {request.columns}] on {hardware.name}: {reasons}.",
         "Drop the forced backend, or allow the reference.",

@@ -56,6 +56,7 @@ class Plan:
         bytes_before, bytes_after: of all tensors.
         block_bytes: of the largest decoder block as it is now.
         dtype: element name of the checkpoint's weights.
+        cautions: what other readers of the format are known to refuse, a sentence each.
     """
 
     recipe: Recipe
@@ -64,6 +65,7 @@ class Plan:
     bytes_after: int
     block_bytes: int
     dtype: str
+    cautions: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[PlannedLayer, ...]:
@@ -127,7 +129,9 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
     after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
-    return Plan(recipe, layers, before, after, _largest_block(stored, layers), dtype.name)
+    found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
+    cautions = tuple(dict.fromkeys(caution for caution in found if caution))
+    return Plan(recipe, layers, before, after, _largest_block(stored, layers), dtype.name, cautions)
 
 
 def _format(name: str) -> CheckpointFormat:
@@ -154,7 +158,8 @@ def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[P
         if class_name != "Linear":
             reason = "embedding" if built is embedding else class_name or "not built by the model class"
         else:
-            key = recipe.scheme.key_for(module, class_name)
+            head = built is model.get_output_embeddings() and "lm_head" in recipe.scheme.ignore  # by whatever name
+            key = None if head else recipe.scheme.key_for(module, class_name)
             reason = "" if key else "ignored by the scheme"
         layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))

@@ -38,7 +38,7 @@ def fake_quantize(x: Tensor, key: QuantKey, record: QuantizedTensor) -> Tensor:
     if "input_global_scale" in record:
         quantized = quantize(flat, key, global_scale=record["input_global_scale"].reshape(1, 1))
     elif "input_scale" in record and not key.is_dynamic:
-        zero_point = record["input_zero_point"] if "input_zero_point" in record else None
+        zero_point = record.tensors.get("input_zero_point")
         quantized = quantize_with(flat, key, record["input_scale"], zero_point)
     else:
         quantized = quantize(flat, key)

@@ -133,9 +133,17 @@ def test_the_folder_appears_whole(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"new", "new/out", "new/out/sub", "new/out/sub/file"}
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("inside"), KeyboardInterrupt(), FileNotFoundError(2, "gone", "/elsewhere")]
-)
+def test_errors_of_a_source_beside_the_output_are_not_the_outputs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), staged_folder(tmp_path / "out"):
+        (tmp_path / "source").read_text()
+
+
+def test_errors_within_the_output_are_the_outputs(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="No such file"), staged_folder(tmp_path / "out") as folder:
+        (folder / "missing" / "file").write_text("x")
+
+
+@pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt()])
 def test_an_exception_leaves_no_trace(error: BaseException, tmp_path: Path) -> None:
     with pytest.raises(type(error)), staged_folder(tmp_path / "new" / "out") as folder:
         (folder / "file").write_text("x")

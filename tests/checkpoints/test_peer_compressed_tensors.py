@@ -72,6 +72,15 @@ def test_fewbit_reads_what_the_library_writes(key: str) -> None:
     assert torch.equal(ours.to(theirs.dtype).float() + 0.0, theirs.float() + 0.0)
 
 
+@pytest.mark.parametrize("key", ["int4:group64:bf16", "int4:group64:bf16 * int8:token:f32:dynamic"])
+def test_the_library_refuses_what_fewbit_cautions_about(key: str) -> None:
+    wanted, shape = LinearKey.parse(key), (16, 96)
+    compressor, scheme = library_scheme(wanted)
+    assert CT.caution(wanted, shape) is not None
+    with pytest.raises(ValueError, match="group_size 64 but got 96"):
+        compressor.decompress(CT.write(layer(wanted, shape), wanted), scheme)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

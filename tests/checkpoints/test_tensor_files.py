@@ -133,6 +133,12 @@ def test_memory_stays_at_one_tensor(tmp_path: Path) -> None:
     assert process.memory_info().rss - before < 30_000_000
 
 
+def test_a_link_that_the_user_names(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = tmp_path_factory.mktemp("elsewhere") / "weights.safetensors"
+    link.symlink_to(sharded / SHARDS[1])
+    assert same_bits(TensorFolder(link).load("b.weight"), SECOND["b.weight"])
+
+
 # --- folders that are not whole --------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,7 @@ def test_a_static_global_scale_serves_every_token() -> None:
     layer = WEIGHT.with_tensors(input_global_scale=scale)
     alone = torch.cat([fake_quantize(x[token : token + 1], key, layer) for token in range(5)])
     assert torch.equal(fake_quantize(x, key, layer), alone)
+    assert torch.equal(alone, dequantize(quantize(x, key, global_scale=scale.reshape(1, 1))))
 
 
 def test_a_static_zero_point_is_used() -> None:

@@ -141,6 +141,20 @@ def test_asymmetric_ranges_include_zero(numbers: list[float]) -> None:
     assert record["scale"].item() == pytest.approx(max(map(abs, numbers)) / 15)
 
 
+@pytest.mark.parametrize("scale_element", ["f16", "bf16", "f32"])
+def test_zero_points_follow_from_the_stored_scale(scale_element: str) -> None:
+    numbers = torch.rand(500, 16) - torch.rand(500, 1)
+    record = quantize(numbers, QuantKey.parse(f"uint8:asym:channel:{scale_element}"))
+    low = numbers.amin(-1, keepdim=True).clamp(max=0)
+    assert torch.equal(record["zero_point"].float(), torch.round(-low / record["scale"].float()).clamp(0, 255))
+
+
+@pytest.mark.parametrize("scale_element", ["e4m3", "e8m0", "f16", "bf16", "f32"])
+@pytest.mark.parametrize("text", ["int4:channel", "int4:asym:channel", "e2m1:group2"])
+def test_the_scale_of_zeros_is_one(text: str, scale_element: str) -> None:
+    assert bool((effective_scale(quantize(torch.zeros(2, 4), QuantKey.parse(f"{text}:{scale_element}"))) == 1).all())
+
+
 @pytest.mark.parametrize("scale_element", ["e4m3", "e8m0", "f16", "bf16", "f32"])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-20, 1e-9, 1.0, 1e9, 1e38])
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -43,7 +43,8 @@ OWN_RULE = [
     ("layers.?.q", "layers.1.q", "", True),
     ("layers.?.q", "layers.11.q", "", False),
     ("layers.[01].q", "layers.1.q", "", True),
-    ("*GATE", "mlp.gate", "", False),
+    ("*GATE", "mlp.gate", "", False),  # case counts
+    ("*gate", "mlp.GATE", "", False),
     # nothing names nothing
     ("", "x.y", "", False),
     ("", "x.y", "Linear", False),

@@ -7,7 +7,7 @@ unpacking a dense bit string costs more than the matrix product.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from fewbit.kernels.operations import define
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.numerics.activations import fake_quantize
 from fewbit.packing.registry import unpack_record
+from fewbit.spec.element import integer
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 
@@ -43,9 +44,10 @@ class Reference(LinearKernel):
         return _operation(x, list(prepared.tensors.values()), bias, prepared.constants["description"])
 
     def prepared_bytes(self, request: LinearRequest) -> int:
-        rows, columns = request.rows, request.columns
-        bits = request.key.weight.bits_per_weight((rows, columns)) - request.key.weight.element.bits + 8
-        return int(bits * rows * columns / 8)
+        # Codes and zero points take a byte each.
+        unpacked = replace(request.key.weight, element=integer(8))
+        shape = (request.rows, request.columns)
+        return int(unpacked.bits_per_weight(shape) * request.rows * request.columns / 8)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None, description: 
     return product.to(x.dtype)
 
 
-def _fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, description: str) -> Tensor:
+def _fake(x: Tensor, _tensors: list[Tensor], _bias: Tensor | None, description: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], _parsed(description).shape[0])
 
 

@@ -12,6 +12,7 @@ class WNA16Backend(StrEnum):
     """Backends of weight-only integer layers."""
 
     TORCH_INT4PACK = "torch_int4pack"
+    TORCH_INT8PACK = "torch_int8pack"
     REFERENCE = "reference"
 
 
@@ -19,4 +20,4 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element.is_integer and key.activation is None
 
 
-FAMILY = Family("int_wna16", WNA16Backend, _covers, {"cpu": (WNA16Backend.TORCH_INT4PACK,)})
+FAMILY = Family("int_wna16", WNA16Backend, _covers, {"cpu": (WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK)})

@@ -1,0 +1,63 @@
+"""What several kernels refuse, as generators of sentences; see `Refusal.first`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
+from fewbit.numerics import QuantizedTensor
+from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import QuantKey
+
+
+def x86_obstacles(hardware: Hardware) -> Iterator[str]:
+    """Torch's low-bit CPU operations are vectorized for x86; elsewhere they are scalar loops or untested."""
+    if hardware.platform != "cpu":
+        yield f"runs on a CPU, found {hardware.platform}"
+    if not hardware.has("avx2"):
+        yield f"needs avx2, found {found_features(hardware)}"
+
+
+def record_obstacles(request: LinearRequest, supported: Container[str] = ()) -> Iterator[str]:
+    """Parts of a record that a kernel would have to apply and does not, `supported` extras aside; empty layers."""
+    if request.has_order:
+        yield "act-order gives each input feature a group of its own, groups of consecutive features are needed"
+    for role in EXTRA_ROLES:
+        if role in request.extras and role not in supported:
+            yield f"the weight carries a {role}, which this kernel does not apply"
+    if request.rows < 1 or request.columns < 1:
+        yield f"the layer is empty: [{request.rows}, {request.columns}]"
+
+
+def row_scale_obstacles(request: LinearRequest) -> Iterator[str]:
+    """Anything but one symmetric scale for each output feature, or for all."""
+    weight, shape = request.key.weight, (request.rows, request.columns)
+    if not weight.symmetric:
+        yield "zero points are stored, a symmetric weight is needed"
+    if weight.granularity.scale_shape(shape)[-1] != 1:
+        yield f"one scale for each output feature is needed, found {weight.granularity} over K={request.columns}"
+
+
+def int8_obstacles(key: QuantKey, name: str) -> Iterator[str]:
+    """Elements whose numbers are no int8; `name` says which tensor."""
+    element = key.element
+    if not element.is_integer:
+        yield f"{name} must be integers, found {element}"
+    if element.min < -128 or element.max > 127:
+        yield f"{name} must fit int8, found {element} up to {element.max:.0f}"
+
+
+def found_features(hardware: Hardware) -> str:
+    """The device and what it has, for the end of a sentence."""
+    return f"{hardware.name} with {', '.join(sorted(hardware.features)) or 'none'}"
+
+
+def require_roles(record: QuantizedTensor, request: LinearRequest, supported: Container[str] = ()) -> None:
+    """Guards `prepare` against a record that its request does not tell the truth about.
+
+    Raises:
+        ValueError: the record carries a role that this kernel would silently leave out.
+    """
+    unknown = [role for role in (*EXTRA_ROLES, "order") if role in record and role not in supported]
+    if unknown:
+        raise ValueError(f"the record carries {', '.join(unknown)}, its request says {sorted(request.extras)}")

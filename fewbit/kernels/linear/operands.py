@@ -1,0 +1,43 @@
+"""Codes, scales and zero points in the shapes that kernels take them in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbit.numerics import QuantizedTensor, code_dtype, decode, effective_scale
+
+
+def spread(values: Tensor, record: QuantizedTensor, columns: int) -> Tensor:
+    """[R', C'] of any granularity -> [N, K // columns]: one value for each row and each `columns` input features.
+
+    Args:
+        values: one number for each rectangle of the record's granularity.
+        record: gives the granularity and the shape.
+        columns: divides K, and divides the rectangle's width where that is less than K.
+    """
+    height, width = record.key.granularity.extents(record.shape)
+    rows, features = record.shape
+    tall = values.repeat_interleave(height, 0)[:rows]
+    return tall.repeat_interleave(max(1, width // columns), 1)[:, : features // columns].contiguous()
+
+
+def row_scales(record: QuantizedTensor) -> Tensor:
+    """One float32 scale for each row, [N], of a record that has one scale for each row or for several rows."""
+    return spread(effective_scale(record), record, record.shape[-1]).reshape(-1)
+
+
+def exact_in(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every one of the values survives being stored in the dtype."""
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def int8_codes(plain: QuantizedTensor) -> Tensor:
+    """The numbers that the codes of a plain record stand for, before scaling, int8 [N, K]; they must fit.
+
+    Codes that are int8 already are not copied.
+    """
+    element = plain.key.element
+    if code_dtype(element) is torch.int8:
+        return plain["codes"].contiguous()
+    return decode(plain["codes"], element).to(torch.int8)

@@ -1,0 +1,97 @@
+"""Kernels as torch operations: what fakes promise, whole graphs, and torch's own checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
+from fewbit.kernels.registry import linear_kernels
+from tests.kernels.layers import KEYS, layer
+
+# A key that each kernel runs; a kernel that is not here takes the first key that it admits on some device.
+LAYERS = [
+    ("reference", "W4A16_ASYM"),
+    ("reference", "FP8"),
+    ("torch_int4pack", "W4A16 g32"),
+    ("torch_int4pack", "W4A16 asym g32"),
+    ("torch_int8pack", "W8A16"),
+    ("torch_int8pack_w8a8", "W8A8"),
+    ("torch_int8pack_w8a8", "W8A8 static"),
+    ("torch_onednn_int8", "W8A8"),
+    ("torch_onednn_int8", "W8A8 static"),
+    ("torch_scaled_mm", "FP8"),
+    ("torch_scaled_mm", "FP8_DYNAMIC"),
+]
+# An opaque tensor has no bytes for the checks that compare arguments before and after a call.
+CHECKS_OF_OPAQUE = ("test_aot_dispatch_dynamic",)
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+COLUMNS = 64
+ROWS = 32
+
+
+def test_every_kernel_is_checked() -> None:
+    assert {name for name, _ in LAYERS} == set(linear_kernels())
+
+
+def prepared_layer(name: str, key: str) -> tuple[LinearKernel, Prepared]:
+    """A prepared layer on the CPU, whether or not the kernel is fast or exact there."""
+    kernel, record = linear_kernels()[name], layer(KEYS[key], ROWS, COLUMNS)
+    return kernel, kernel.prepare(record, LinearRequest.of(record, KEYS[key]))
+
+
+class Calls(TorchDispatchMode):
+    """Remembers the calls of fewbit's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fewbit":
+            assert not kwargs
+            self.made.append((func, args))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("name", "key"), LAYERS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_finds_nothing_wrong_with_the_operation(name: str, key: str, with_bias: bool) -> None:
+    kernel, prepared = prepared_layer(name, key)
+    bias = torch.randn(ROWS).bfloat16() if with_bias else None
+    with Calls() as calls:
+        kernel.run(torch.randn(3, COLUMNS).bfloat16(), prepared, bias)
+    assert len(calls.made) == 1, "one operation for each layer: two hundred calls a token are felt"
+    operation, arguments = calls.made[0]
+    opaque = any(isinstance(argument, Tensor) and argument.is_mkldnn for argument in arguments)
+    torch.library.opcheck(operation, arguments, test_utils=CHECKS_OF_OPAQUE if opaque else CHECKS)
+
+
+@pytest.mark.parametrize(("name", "key"), LAYERS)
+@pytest.mark.parametrize("tokens", [(), (0,), (5,), (2, 3)])
+def test_fakes_promise_what_runs_give(name: str, key: str, tokens: tuple[int, ...]) -> None:
+    kernel, prepared = prepared_layer(name, key)
+    real = kernel.run(torch.randn(*tokens, COLUMNS).bfloat16(), prepared, None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = kernel.run(torch.empty(*tokens, COLUMNS, dtype=torch.bfloat16), prepared, None)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize(("name", "key"), LAYERS)
+def test_a_layer_compiles_into_one_graph(name: str, key: str) -> None:
+    kernel, prepared = prepared_layer(name, key)
+    bias = torch.randn(ROWS).bfloat16()
+
+    def forward(x: Tensor) -> Tensor:
+        return kernel.run(x * 2, prepared, bias).relu()
+
+    torch.compiler.reset()
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 17):
+        x = torch.randn(tokens, COLUMNS).bfloat16()
+        assert torch.equal(compiled(x), forward(x))

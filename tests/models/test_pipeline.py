@@ -1,0 +1,251 @@
+"""Quantizing a checkpoint: what is written, what is left alone, what happens when it cannot be done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError, ShapeError
+from fewbit.evaluation.verify import verify
+from fewbit.models.load import load
+from fewbit.models.quantize import QuantizeOptions, quantize
+from fewbit.models.stored import StoredCheckpoint
+from fewbit.spec.presets import PRESETS
+from fewbit.spec.recipe import Recipe
+from tests.tiny_models import save_tiny_model
+
+IDS = torch.arange(16)[None]
+GROUPS = {name: 32 for name, scheme in PRESETS.items() if scheme.rules[0].key.weight.granularity.columns == 128}
+
+
+def group_size(scheme: str) -> int | None:
+    """A group size that suits the tiny models, for the schemes that take one."""
+    return None if scheme == "FP8_BLOCK" else GROUPS.get(scheme)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.mark.parametrize("scheme", PRESETS)
+def test_every_preset_is_written_verified_and_close_to_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
+    report = quantize(source, tmp_path / "q", scheme, group_size=group_size(scheme))
+    result = verify(tmp_path / "q", source)
+    bits = PRESETS[scheme].rules[0].key.weight.element.bits
+    weights_ok = [check for check in result.checks if check.name != "weights against source" or bits > 2]
+    assert all(check.passed for check in weights_ok), result.checks
+    stored = StoredCheckpoint.open(tmp_path / "q")
+    assert report["bytes_after"] == stored.folder.nbytes < report["bytes_before"]
+    assert len(report["layers"]) == 14
+    recipe = Recipe.from_json((tmp_path / "q" / "fewbit_recipe.json").read_text())
+    assert recipe.scheme.name == scheme and recipe.source == "model"
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_BLOCK", "FP8_DYNAMIC"])
+def test_native_fp8_is_written_and_verified(source: Path, tmp_path: Path, scheme: str) -> None:
+    quantize(source, tmp_path / "q", scheme, format="fp8")
+    assert verify(tmp_path / "q", source).passed
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["quant_method"] in (
+        "fp8",
+        "fbgemm_fp8",
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "qwen2", "qwen3_moe", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+def test_static_activation_scales_of_every_family(tmp_path: Path, family: str, scheme: str) -> None:
+    source = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3)
+    report = quantize(source, tmp_path / "q", scheme)
+    assert report["layers"]
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    scales = [tensor for name, tensor in tensors.items() if name.endswith(("input_scale", "input_global_scale"))]
+    assert len(scales) == len(report["layers"])
+    assert all(bool(tensor.isfinite().all() and (tensor > 0).all()) for tensor in scales)
+    model = load(tmp_path / "q", device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        assert bool(model(input_ids=IDS).logits.isfinite().all())
+
+
+def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> None:
+    """The block stream gives each layer the inputs that a whole forward pass gives it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fewbit.models.calibration import builtin_text, token_windows
+    from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
+
+    source = save_tiny_model(tmp_path / "model", max_position_embeddings=1024, dtype=torch.float32)
+    quantize(source, tmp_path / "q", "FP8")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    seen: dict[str, float] = {}
+    for name, module in stock.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, x, name=name: seen.update({name: max(seen.get(name, 0.0), x[0].abs().max().item())})
+            )
+    with torch.no_grad():
+        for batch in windows.split(4):
+            stock(input_ids=batch)
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        assert tensors[f"{name}.input_scale"].item() == pytest.approx(seen[name] / 448, rel=1e-4)
+
+
+def test_joined_projections_share_their_global_scale(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path / "q", "NVFP4A16")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        scales = {tensors[f"model.layers.0.{name}.weight_global_scale"].item() for name in members}
+        assert len(scales) == 1
+
+
+def test_two_runs_write_equal_bytes(source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        quantize(source, tmp_path / name, "W4A16", group_size=32)
+    for file in ("model.safetensors", "config.json", "fewbit_recipe.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_side_files_are_copied_and_unknown_tensors_carried(source: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(source, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "modeling_own.py").write_text("x = 1\n")
+    (model / "hf_quant_config.json.bak").write_text("{}")
+    tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    report = quantize(model, tmp_path / "q", "W4A16", group_size=32)
+    assert (tmp_path / "q" / "chat_template.jinja").exists() and (tmp_path / "q" / "tokenizer.json").exists()
+    assert torch.equal(load_file(tmp_path / "q" / "model.safetensors")["mtp.head.weight"], torch.ones(4, 4))
+    assert report["plain"]["mtp.head"] == "not built by the model class"
+
+
+def test_small_shards_hold_the_same_tensors(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path / "one", "W4A16", group_size=32)
+    quantize(source, tmp_path / "many", "W4A16", group_size=32, max_shard_bytes=30_000)
+    one, many = StoredCheckpoint.open(tmp_path / "one").folder, StoredCheckpoint.open(tmp_path / "many").folder
+    assert len(set(many.file_of.values())) > 3
+    assert one.headers == many.headers
+    assert all(torch.equal(one.load(name).view(torch.uint8), many.load(name).view(torch.uint8)) for name in one.headers)
+
+
+def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
+    with pytest.raises(ShapeError, match=r"Group size 64 does not divide the 96 .* 96 is 1\.5 times 64") as caught:
+        quantize(source, tmp_path / "q", "W4A16", group_size=64)
+    for offer in ("--group-size 32", "--group-size -1", "--short-last-group"):
+        assert offer in caught.value.hint
+    assert not (tmp_path / "q").exists()
+
+
+def test_short_last_group_is_written_on_request(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
+    quantize(source, tmp_path / "q", "W4A16", group_size=64, short_last_group=True)
+    assert verify(tmp_path / "q", source).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scheme": "W4A61"}, SchemeError, "Did you mean 'W4A16'"),
+        ({"scheme": "W4A16", "group_size": 32, "ignore": ("q_porj",)}, SchemeError, "'q_porj' matches no layer"),
+        ({"scheme": "W4A16", "group_size": 32, "ignore": ("re:(",)}, SchemeError, "regular expression"),
+        ({"scheme": "W4A16", "group_size": 32, "ignore": ("*proj",)}, SchemeError, "nothing"),
+        ({"scheme": "NVFP4", "group_size": 32}, SchemeError, "fixes its own granularity"),
+        ({"scheme": "W4A16", "group_size": 0}, SchemeError, "Group size 0"),
+        ({"scheme": "W4A16", "group_size": 32, "format": "gguff"}, SchemeError, "Unknown checkpoint format"),
+        ({"scheme": "W4A16", "group_size": 32, "algorithm": "gptqq"}, SchemeError, "Unknown algorithm"),
+        ({"scheme": "W4A16", "group_size": 32, "format": "fp8"}, FewbitError, "fp8 cannot hold"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_mistakes_are_named_before_anything_is_written(
+    source: Path, tmp_path: Path, options: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        quantize(source, tmp_path / "q", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_output_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "precious.txt").write_text("mine")
+    with pytest.raises(OutputError, match="exists"):
+        quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    assert [path.name for path in (tmp_path / "q").iterdir()] == ["precious.txt"]
+
+
+def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fewbit.checkpoints.output.save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weight_that_is_not_finite_is_named(source: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj"):
+        quantize(model, tmp_path / "q", "W4A16", group_size=32)
+    assert not (tmp_path / "q").exists()
+
+
+def test_quantized_source_is_refused(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize(tmp_path / "q", tmp_path / "again", "W4A16", group_size=32)
+
+
+def test_plan_predicts_the_bytes(source: Path, tmp_path: Path) -> None:
+    for scheme in ("W4A16", "FP8_DYNAMIC", "NVFP4A16"):
+        plan = QuantizeOptions(scheme, group_size(scheme)).plan(source)
+        report = quantize(source, tmp_path / scheme, scheme, group_size=group_size(scheme))
+        # weight_shape of packed integers, 16 bytes a layer, is all that the plan does not count.
+        assert 0 <= report["bytes_after"] - plan.bytes_after <= 16 * len(report["layers"])
+
+
+MEASURE = """
+import resource, sys
+from fewbit.models.quantize import QuantizeOptions
+from fewbit.models.pipeline import quantize_checkpoint
+import torch
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+plan = QuantizeOptions("W4A16", 64).plan(sys.argv[1])
+torch.ones(8, 8) @ torch.ones(8, 8)
+before = peak()
+quantize_checkpoint(sys.argv[1], sys.argv[2], plan, max_shard_bytes=int(sys.argv[3]))
+print(peak() - before, plan.peak_bytes(int(sys.argv[3])), plan.block_bytes, plan.bytes_before)
+"""
+
+
+def test_peak_memory_is_one_block_and_one_shard(tmp_path: Path) -> None:
+    """20 blocks of 16 MB in 4 shards: the growth over the interpreter's base stays under a block, a shard and what
+    the plan says that the layer at hand needs, far under the model."""
+    source = save_tiny_model(
+        tmp_path / "model", hidden_size=768, intermediate_size=2560, num_hidden_layers=20, num_attention_heads=12,
+        num_key_value_heads=12, head_dim=64, max_shard_size="85MB",
+    )  # fmt: skip
+    assert len(list(source.glob("*.safetensors"))) == 4
+    shard = 20_000_000
+    command = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "q"), str(shard)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    growth, predicted, block, whole = map(int, printed.split())
+    assert block < 17_000_000 and whole > 300_000_000
+    assert growth <= block + shard + predicted - block - shard, f"grew {growth}, predicted {predicted}"
+    assert growth < whole / 3
