@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.golden import golden_vectors
 
+pytest_plugins = ["tests.smollm2"]
+
 REPOSITORY = Path(__file__).parents[1]
 
 settings.register_profile(

@@ -183,10 +183,10 @@ class CompressedTensors(LinearFormat):
 
     def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         for what, part in (("weights", key.weight), ("activations", key.activation)):
-            if part and part.granularity.kind in ("group", "block") and shape[1] % part.granularity.columns:
+            if part and part.granularity.kind == "group" and shape[1] % part.granularity.columns:
                 return (
-                    f"{part.granularity} {what} do not divide K={shape[1]}: fewbit reads a short last "
-                    "group, the compressed-tensors library and so stock transformers do not"
+                    f"{part.granularity} {what} do not divide K={shape[1]}: fewbit reads a short last group, the "
+                    "compressed-tensors library and so stock transformers do not"
                 )
         return None
 

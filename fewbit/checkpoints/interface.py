@@ -61,7 +61,12 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def describe(
-        self, scheme: Scheme, module: str, headers: Mapping[str, TensorHeader], class_name: str = "Linear"
+        self,
+        scheme: Scheme,
+        module: str,
+        headers: Mapping[str, TensorHeader],
+        class_name: str = "Linear",
+        shape: tuple[int, int] | None = None,
     ) -> StoredLayer | None:
         """What the module's tensors are.
 
@@ -70,6 +75,7 @@ class CheckpointFormat(ABC):
             module: dotted name on disk.
             headers: the module's tensors, by their name below the module's (`weight_packed`, `weight_scale`, ...).
             class_name: the module's class where a model is known.
+            shape: the layer's [N, K] where a model is known; settles what headers leave open.
 
         Returns:
             The stored layer, or None for a plain (unquantized) one.

@@ -77,7 +77,12 @@ class LinearFormat(CheckpointFormat):
         return storages[0]
 
     def describe(
-        self, scheme: Scheme, module: str, headers: Mapping[str, TensorHeader], class_name: str = "Linear"
+        self,
+        scheme: Scheme,
+        module: str,
+        headers: Mapping[str, TensorHeader],
+        class_name: str = "Linear",
+        shape: tuple[int, int] | None = None,
     ) -> StoredLayer | None:
         if not self._is_quantized(module, headers):
             return None
@@ -85,13 +90,14 @@ class LinearFormat(CheckpointFormat):
         # A module that the configuration leaves out, or gives a key that its tensors contradict, may still be stored
         # under a key that the configuration gives to others.
         others = dict.fromkeys(rule.key for rule in scheme.rules)
-        fitting = self._fitting([*([configured] if configured else []), *others], headers)
+        fitting = self._fitting([*([configured] if configured else []), *others], headers, shape)
         if not fitting and configured:
             self.refuse_obsolete(module, configured, headers)
-            near = self._fitting(_variations(configured), headers)
+            near = self._fitting(_variations(configured), headers, shape)
             fitting = near if len({stored.key for stored in near}) == 1 else []
         if not fitting:
-            raise self._contradiction(module, configured, headers)
+            raise self._contradiction(module, configured, headers, shape)
+        fitting = [stored for stored in fitting if stored.variant == scheme.variant] or fitting
         return self._with_activations(module, [stored for stored in fitting if stored.key == fitting[0].key], headers)
 
     def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
@@ -157,10 +163,14 @@ class LinearFormat(CheckpointFormat):
             )
         return False
 
-    def _fitting(self, keys: Iterable[LinearKey], headers: Mapping[str, TensorHeader]) -> list[StoredLayer]:
+    def _fitting(
+        self, keys: Iterable[LinearKey], headers: Mapping[str, TensorHeader], shape: tuple[int, int] | None
+    ) -> list[StoredLayer]:
         """Storages of `keys`, their scales in the element that is stored, whose weight tensors are these."""
         return [
-            stored for stored in self._stored_as(keys, headers) if misfit(self.weight_specs(stored), headers) is None
+            stored
+            for stored in self._stored_as(keys, headers)
+            if misfit(self.weight_specs(stored), headers, shape) is None
         ]
 
     def _stored_as(self, keys: Iterable[LinearKey], headers: Mapping[str, TensorHeader]) -> Iterator[StoredLayer]:
@@ -182,7 +192,11 @@ class LinearFormat(CheckpointFormat):
         )
 
     def _contradiction(
-        self, module: str, configured: LinearKey | None, headers: Mapping[str, TensorHeader]
+        self,
+        module: str,
+        configured: LinearKey | None,
+        headers: Mapping[str, TensorHeader],
+        shape: tuple[int, int] | None,
     ) -> CheckpointError:
         ours = {*self.codes_names, *self.companions}
         held = ", ".join(
@@ -193,7 +207,8 @@ class LinearFormat(CheckpointFormat):
                 f"{module} is stored quantized ({held}), but the configuration leaves it out and no key of it fits.",
                 "Remove the module from the ignore list, or add the group that describes it.",
             )
-        reasons = [misfit(self.weight_specs(stored), headers) for stored in self._stored_as([configured], headers)]
+        storages = self._stored_as([configured], headers)
+        reasons = [misfit(self.weight_specs(stored), headers, shape) for stored in storages]
         reason = reasons[0] if reasons else f"{self.name} stores no such key with scales of that dtype"
         return CheckpointError(
             f"{module} should be {configured}, but {reason} (it holds {held}).",

@@ -29,13 +29,12 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
          group["variant"], f"{group['bits_per_weight']:.3f}", size(group["bytes"])]
         for group in groups
     ]  # fmt: skip
-    columns = dict.fromkeys(("", "modules", "shape", "key or dtype", "variant"), "left") | {
-        "bits": "right",
-        "bytes": "right",
-    }
+    columns = dict.fromkeys(("", "modules", "shape", "key or dtype", "variant"), "left")
+    columns |= {"bits": "right", "bytes": "right"}
     console.print(table(f"{model}: {found.format}, says {found.decided_by}", columns, rows))
     console.print(
-        f"{size(found.bytes)} of tensors, {found.quantized_bytes / max(1, found.bytes):.1%} of them in quantized layers."
+        f"{size(found.bytes)} of tensors, "
+        f"{found.quantized_bytes / max(1, found.bytes):.1%} of them in quantized layers."
     )
     for oddity in found.oddities:
         console.print(f"[yellow]Oddity:[/] {oddity}")

@@ -42,7 +42,8 @@ def plan(
     console.print(table(f"{made.recipe.source} as {made.recipe.scheme.name} ({made.recipe.format})", columns, rows))
     console.print(
         f"{size(summary['bytes_before'])} becomes {size(summary['bytes_after'])}: "
-        f"{summary['quantized_share']:.1%} of the bytes are quantized, to {summary['bits_per_weight']:.3f} bits per weight. "
+        f"{summary['quantized_share']:.1%} of the bytes are quantized, "
+        f"to {summary['bits_per_weight']:.3f} bits per weight. "
         f"Peak memory about {size(summary['peak_bytes'])} beside the interpreter. Kernels for {summary['hardware']}."
     )
     for note in summary["notes"]:

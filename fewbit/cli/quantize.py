@@ -54,7 +54,8 @@ def quantize(
         mean = sum(layer["sqnr_db"] for layer in lossy) / len(lossy)
         quality = f"Mean SQNR {mean:.1f} dB, lowest {worst['sqnr_db']:.1f} dB in {worst['name']}."
     console.print(
-        f"{len(report['layers'])} layers quantized to {report['bits_per_weight']:.3f} bits per weight in {report['seconds']:.1f} s: "
+        f"{len(report['layers'])} layers quantized to {report['bits_per_weight']:.3f} bits per weight "
+        f"in {report['seconds']:.1f} s: "
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )

@@ -45,8 +45,8 @@ def divergence(
     sums = torch.zeros(3, dtype=torch.float64)
     losses = torch.zeros(2, dtype=torch.float64)
     pairs = zip(windows, window_logits(model, windows), window_logits(reference, windows), strict=True)
-    for ids, logits, expected in pairs:
-        expected = expected.to(logits.device)
+    for ids, logits, reference_logits in pairs:
+        expected = reference_logits.to(logits.device)
         losses += torch.tensor([negative_log_likelihood(logits, ids), negative_log_likelihood(expected, ids)])
         for rows, wanted in zip(logits.split(ROWS_AT_ONCE), expected.split(ROWS_AT_ONCE), strict=True):
             sums += _compare(rows.float(), wanted.float())

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewbit.errors import CheckpointError
 from fewbit.models.destinations import Destinations
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.pipeline import sqnr_db
-from fewbit.models.replace import submodule
+from fewbit.models.replace import matrix_shape, submodule
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import dequantize_record
@@ -44,20 +44,17 @@ def decoded_layers(stored: StoredCheckpoint) -> Iterator[DecodedLayer]:
     model = build_on_meta(config, config_dtype(config))
     destinations = Destinations(model, stored.modules)
     for module in stored.modules:
-        described = stored.describe(module)
+        built = submodule(model, destinations.module(module))
+        shape = matrix_shape(built)
+        described = stored.describe(module, type(built).__name__ if built is not None else "Linear", shape)
         if described is None:
             continue
-        shape = _shape(submodule(model, destinations.module(module)), module)
+        if shape is None:
+            raise CheckpointError(
+                f"{module} is quantized, but the model class has no such layer.", "Check config.json."
+            )
         record = stored.record(module, described, shape)
         yield DecodedLayer(module, record, dequantize_record(record))
-
-
-def _shape(module: nn.Module | None, name: str) -> tuple[int, int]:
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    raise CheckpointError(f"{name} is quantized, but the model class has no such layer.", "Check config.json.")
 
 
 def layer_sqnr(checkpoint: str | Path, source: str | Path) -> dict[str, float | None]:

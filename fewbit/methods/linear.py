@@ -40,7 +40,7 @@ class QuantizedLinear(nn.Module):
         self.prepared, self.choice = prepared, choice
 
     def _apply(self, fn, recurse: bool = True) -> QuantizedLinear:
-        """Moves the buffers and keeps the prepared record's view of them in step; codes and scales never change dtype."""
+        """Moves the buffers and keeps the prepared record in step with them; codes and scales never change dtype."""
         if self.prepared is not None:
             kept = {name: getattr(self, f"prepared_{name}") for name in self.prepared.tensors}
             super()._apply(fn, recurse)

@@ -61,7 +61,7 @@ def dense_folder_from_gguf(gguf: Path, output: Path, dtype: torch.dtype = torch.
 
 
 def _dense(dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments that make transformers dequantize while loading: its default to 5.1x, on request since it has GgufConfig."""
+    """Arguments that make transformers dequantize for good; a model loaded without GgufConfig refuses to be saved."""
     import transformers
 
     if hasattr(transformers, "GgufConfig"):

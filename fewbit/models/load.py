@@ -19,7 +19,7 @@ from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedd
 from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
-from fewbit.models.replace import replace_submodule, set_tensor, submodule, tensor_slot
+from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
 from fewbit.models.stored import StoredCheckpoint
 
 Progress = Callable[[int], None]
@@ -106,7 +106,7 @@ class _Loader:
             plain = submodule(self.model, path)
             class_name = type(plain).__name__ if plain is not None else ""
             classes.append((module, class_name))
-            described = self.stored.describe(module, class_name or "Linear")
+            described = self.stored.describe(module, class_name or "Linear", matrix_shape(plain))
             self._compare_with_scheme(module, class_name, described)
             if described is not None and plain is not None:
                 self._replace(module, path, plain, described)

@@ -196,16 +196,21 @@ def _leaves_short_group(layer: PlannedLayer) -> bool:
 
 
 def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
-    first = uneven[0]
-    assert first.key is not None
-    size, columns = first.key.weight.granularity.columns, first.shape[1]
-    fitting = [smaller for smaller in (128, 64, 32, 16) if all(layer.shape[1] % smaller == 0 for layer in uneven)]
-    shown = ", ".join(layer.name for layer in uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
+    assert uneven[0].key is not None
+    size = uneven[0].key.weight.granularity.columns
+    by_columns: dict[int, list[str]] = {}
+    for layer in uneven:
+        by_columns.setdefault(layer.shape[1], []).append(layer.name)
+    found = "; ".join(
+        f"{columns} is {columns / size:.4g} times {size} ({names[0]}"
+        + (f" and {len(names) - 1} more)" if len(names) > 1 else ")")
+        for columns, names in by_columns.items()
+    )
+    fitting = [smaller for smaller in (128, 64, 32, 16) if all(columns % smaller == 0 for columns in by_columns)]
     offers = [f"--group-size {smaller}" for smaller in fitting if smaller < size]
     offers += ["--group-size -1 (one scale per channel)", "--short-last-group (fewbit reads it, other readers may not)"]
     return ShapeError(
-        f"Group size {size} does not divide the {columns} input features of {shown}: "
-        f"{columns} is {columns / size:.4g} times {size}.",
+        f"Group size {size} does not divide the input features of {len(uneven)} layers: {found}.",
         f"Use {', '.join(offers[:-1])} or {offers[-1]}.",
     )
 

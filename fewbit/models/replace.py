@@ -14,6 +14,15 @@ def submodule(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
+def matrix_shape(module: nn.Module | None) -> tuple[int, int] | None:
+    """[N, K] of a linear layer's weight, or [vocabulary, hidden] of an embedding's; None for anything else."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return None
+
+
 def replace_submodule(model: nn.Module, path: str, replacement: nn.Module) -> None:
     """Puts `replacement` where the module at `path` is."""
     parent, _, leaf = path.rpartition(".")

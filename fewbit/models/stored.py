@@ -48,15 +48,17 @@ class StoredCheckpoint:
         """Headers by module: name of the module on disk -> name below it -> header."""
         return by_module(self.folder.headers)
 
-    def describe(self, module: str, class_name: str = "Linear") -> StoredLayer | None:
-        """What the module's tensors are; None for a plain one.
+    def describe(
+        self, module: str, class_name: str = "Linear", shape: tuple[int, int] | None = None
+    ) -> StoredLayer | None:
+        """What the module's tensors are; None for a plain one. `shape` is the layer's [N, K] where a model is known.
 
         Raises:
             CheckpointError: they contradict one another, or a scale has no weight to belong to.
         """
         if self.format is None or self.scheme is None:
             return None
-        return self.format.describe(self.scheme, module, self.modules[module], class_name)
+        return self.format.describe(self.scheme, module, self.modules[module], class_name, shape)
 
     def record(self, module: str, stored: StoredLayer, shape: tuple[int, int]) -> QuantizedTensor:
         """The hub record of a quantized layer of logical `shape`, read from its file."""

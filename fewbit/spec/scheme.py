@@ -32,12 +32,14 @@ class Scheme:
         rules: tried in order.
         ignore: patterns of modules that stay as they are.
         kv_cache: key of the KV cache, or None where it stays in the model's dtype.
+        variant: which variant of its format a checkpoint's configuration announces, for formats that have several.
     """
 
     name: str
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...] = ("lm_head",)
     kv_cache: QuantKey | None = None
+    variant: str = ""
 
     def key_for(self, name: str, class_name: str = "Linear", matcher: Matcher = matches) -> LinearKey | None:
         """The key of the module, or None where it stays as it is."""
@@ -86,6 +88,7 @@ class Scheme:
             "rules": [{"targets": list(rule.targets), "key": str(rule.key)} for rule in self.rules],
             "ignore": list(self.ignore),
             "kv_cache": str(self.kv_cache) if self.kv_cache else None,
+            "variant": self.variant,
         }
 
     @classmethod
@@ -98,7 +101,7 @@ class Scheme:
         try:
             rules = tuple(Rule(_words(rule["targets"]), LinearKey.parse(rule["key"])) for rule in data["rules"])
             kv_cache = QuantKey.parse(data["kv_cache"]) if data.get("kv_cache") else None
-            return cls(data["name"], rules, _words(data["ignore"]), kv_cache)
+            return cls(data["name"], rules, _words(data["ignore"]), kv_cache, data.get("variant", ""))
         except (KeyError, TypeError, AttributeError) as error:
             raise SchemeError(f"The scheme's JSON lacks or misuses {error}.", "Compare it with a saved one.") from error
 

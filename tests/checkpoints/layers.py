@@ -74,4 +74,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal dtype, shape and bytes; NaN equals itself and -0.0 differs from 0.0."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    # One number may have any stride, with which torch will not view it as bytes.
+    first, second = (tensor.flatten().clone().as_strided((tensor.numel(),), (1,)) for tensor in (left, right))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))

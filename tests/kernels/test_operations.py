@@ -14,7 +14,6 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.registry import linear_kernels
 from tests.kernels.layers import KEYS, layer
 
-# A key that each kernel runs; a kernel that is not here takes the first key that it admits on some device.
 LAYERS = [
     ("reference", "W4A16_ASYM"),
     ("reference", "FP8"),
@@ -28,9 +27,10 @@ LAYERS = [
     ("torch_scaled_mm", "FP8"),
     ("torch_scaled_mm", "FP8_DYNAMIC"),
 ]
-# An opaque tensor has no bytes for the checks that compare arguments before and after a call.
-CHECKS_OF_OPAQUE = ("test_aot_dispatch_dynamic",)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# Some checks compare arguments before and after a call, which torch can do neither for opaque tensors nor for FP8.
+CHECKS_OF_FP8 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS_OF_OPAQUE = ("test_aot_dispatch_dynamic",)
 COLUMNS = 64
 ROWS = 32
 
@@ -68,8 +68,15 @@ def test_torch_finds_nothing_wrong_with_the_operation(name: str, key: str, with_
         kernel.run(torch.randn(3, COLUMNS).bfloat16(), prepared, bias)
     assert len(calls.made) == 1, "one operation for each layer: two hundred calls a token are felt"
     operation, arguments = calls.made[0]
-    opaque = any(isinstance(argument, Tensor) and argument.is_mkldnn for argument in arguments)
-    torch.library.opcheck(operation, arguments, test_utils=CHECKS_OF_OPAQUE if opaque else CHECKS)
+    torch.library.opcheck(operation, arguments, test_utils=_possible_checks(arguments))
+
+
+def _possible_checks(arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    listed = [part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])]
+    tensors = [part for part in listed if isinstance(part, Tensor)]
+    if any(tensor.is_mkldnn for tensor in tensors):
+        return CHECKS_OF_OPAQUE
+    return CHECKS_OF_FP8 if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors) else CHECKS
 
 
 @pytest.mark.parametrize(("name", "key"), LAYERS)

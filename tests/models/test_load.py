@@ -163,7 +163,7 @@ def test_casting_a_model_leaves_scales_and_codes_alone(tmp_path: Path) -> None:
 
 def test_folder_without_configuration_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="no config.json"):
+    with pytest.raises(ModelError, match=r"no config\.json"):
         load(tmp_path)
 
 

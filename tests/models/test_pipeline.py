@@ -140,7 +140,7 @@ def test_small_shards_hold_the_same_tensors(source: Path, tmp_path: Path) -> Non
 
 def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
-    with pytest.raises(ShapeError, match=r"Group size 64 does not divide the 96 .* 96 is 1\.5 times 64") as caught:
+    with pytest.raises(ShapeError, match=r"Group size 64 does not divide .* 96 is 1\.5 times 64 \(model") as caught:
         quantize(source, tmp_path / "q", "W4A16", group_size=64)
     for offer in ("--group-size 32", "--group-size -1", "--short-last-group"):
         assert offer in caught.value.hint

@@ -34,7 +34,6 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
@@ -187,7 +186,7 @@ def _by_chunks(numbers: Tensor, weight: Tensor) -> Tensor:
     product = numbers.new_empty(numbers.shape[0], rows)
     for start in range(0, rows, step):
         chunk = weight[start : start + step]
-        product[:, start : start + step] = F.linear(numbers, widened[: chunk.shape[0]].copy_(chunk))
+        torch.mm(numbers, widened[: chunk.shape[0]].copy_(chunk).t(), out=product[:, start : start + step])
     return product
 
 

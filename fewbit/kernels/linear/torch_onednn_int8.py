@@ -111,9 +111,8 @@ def unpack(packed: Tensor) -> Tensor:
     return packed.to_dense().t().contiguous()
 
 
-def _copied(packed: Tensor, memo: dict[int, Any]) -> Tensor:
-    memo[id(packed)] = copied = pack(unpack(packed))
-    return copied
+def _copied(packed: Tensor, _memo: dict[int, Any]) -> Tensor:
+    return pack(unpack(packed))
 
 
 def _reduced(packed: Tensor, _protocol: int) -> tuple[Any, ...]:

@@ -114,8 +114,8 @@ def _linear(
     if x.numel() == 0:
         return _fake(x, weight)
     codes, activation_scale = quantized(x.reshape(-1, x.shape[-1]), input_scale, per_token)
-    if scale.dim() == 2:  # row-wise on both sides
-        activation_scale = activation_scale.expand(codes.shape[0], 1).contiguous()
+    if scale.dim() == 2 and not per_token:  # row-wise on both sides; an expanded scale of one row has a stride of zero
+        activation_scale = activation_scale.reshape(1, 1).repeat(codes.shape[0], 1)
     fused = bias if x.dtype == torch.bfloat16 and bias is not None and bias.dtype == x.dtype else None
     product = torch._scaled_mm(codes, weight.t(), activation_scale, scale, bias=fused, out_dtype=x.dtype)
     if bias is not None and fused is None:

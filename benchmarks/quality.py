@@ -1,0 +1,125 @@
+"""Quality of every preset on a real model and real text: perplexity, KL divergence, top-1 agreement, time to quantize.
+
+    python benchmarks/quality.py --model fewbit-demo/SmolLM2-135M-Instruct-bf16 --text wikitext-2/test.txt
+
+Windows of 1,024 tokens, each scored alone, float32. Activations stay in float32 unless --activations is given, so that
+the rows compare weights. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from fewbit.cli.demo import machine
+from fewbit.cli.output import quiet_libraries, table
+from fewbit.evaluation.divergence import divergence
+from fewbit.methods.linear import QuantizedLinear
+from fewbit.models.calibration import load_tokenizer, token_windows
+from fewbit.models.load import load
+from fewbit.models.quantize import quantize
+from fewbit.spec.presets import PRESETS
+from fewbit.spec.recipe import ScaleRules
+
+WINDOW_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a preset and what is set beside it."""
+
+    scheme: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        rules = self.settings.get("scale_rules")
+        extra = [f"g{self.settings['group_size']}"] if "group_size" in self.settings else []
+        extra += [f"{rules.mx} rule"] if rules else []
+        return " ".join([self.scheme, *extra])
+
+
+def all_rows() -> list[Row]:
+    """Every preset, groups of 64 where it takes a group size, and the variants that have a published figure."""
+    rows = []
+    for name, scheme in PRESETS.items():
+        takes_group = scheme.rules[0].key.weight.granularity.kind == "group" and "A16" in name and "FP" not in name
+        rows.append(Row(name, {"group_size": 64} if takes_group else {}))
+    extras = [Row("W4A16_ASYM", {"group_size": 32}), Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")})]
+    return rows + extras
+
+
+def without_activation_keys(model: torch.nn.Module) -> None:
+    """Makes every quantized layer take its input as it is, so that only weights differ from the reference."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and module.prepared is not None:
+            constants = dict(module.prepared.constants)
+            description = json.loads(str(constants["description"]))
+            description["key"] = str(replace(module.key, activation=None))
+            module.prepared = replace(module.prepared, constants={"description": json.dumps(description)})
+
+
+def measure(model: Path, row: Row, windows: torch.Tensor, reference: Any, activations: bool) -> dict[str, Any]:
+    """Quantizes to a temporary folder, scores, removes it."""
+    from fewbit.kernels.select import Preference
+
+    folder = Path(tempfile.mkdtemp()) / "quantized"
+    try:
+        started = time.monotonic()
+        report = quantize(model, folder, row.scheme, **row.settings)
+        seconds = time.monotonic() - started
+        loaded = load(folder, device="cpu", dtype=torch.float32, preference=Preference("reference"))
+        if not activations:
+            without_activation_keys(loaded)
+        scored = divergence(loaded, reference, windows)
+    finally:
+        shutil.rmtree(folder.parent)
+    return {
+        "row": row.label, "bits_per_weight": report["bits_per_weight"], "quantize_seconds": round(seconds, 1),
+        "perplexity": scored.perplexity, "mean_kl": scored.mean_kl, "top1_agreement": scored.top1_agreement,
+        "reference_perplexity": scored.reference_perplexity,
+    }  # fmt: skip
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the unquantized model.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text, say WikiText-2's test text.")],
+    windows: Annotated[int, typer.Option(help="Windows of 1,024 tokens.")] = 16,
+    only: Annotated[list[str] | None, typer.Option(help="Rows whose label contains this.")] = None,
+    activations: Annotated[bool, typer.Option(help="Quantize activations as the keys say.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the rows as JSON here.")] = None,
+) -> None:
+    """Prints the table of all presets."""
+    quiet_libraries()
+    console = Console(width=120)
+    ids = token_windows(load_tokenizer(model), text.read_text(encoding="utf-8"), WINDOW_LENGTH, windows)
+    reference = load(model, device="cpu", dtype=torch.float32)
+    rows = []
+    for row in all_rows():
+        if only and not any(part in row.label for part in only):
+            continue
+        rows.append(measure(model, row, ids, reference, activations))
+        console.print(rows[-1])
+        if output:
+            output.write_text(json.dumps({"machine": machine(), "activations": activations, "rows": rows}, indent=2))
+    cells = [
+        [r["row"], f"{r['bits_per_weight']:.3f}", f"{r['perplexity']:.2f}", f"{r['mean_kl']:.4f}",
+         f"{r['top1_agreement']:.1%}", f"{r['quantize_seconds']:.1f}"]
+        for r in rows
+    ]  # fmt: skip
+    headings = {"scheme": "left"} | dict.fromkeys(("bits", "perplexity", "mean KL", "top-1", "seconds"), "right")
+    base = rows[0]["reference_perplexity"] if rows else float("nan")
+    console.print(table(f"{model.name}, reference perplexity {base:.2f}; {machine()}", headings, cells))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,230 @@
+"""The choice among kernels: what comes first, what the user may ask, and what the answer says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fewbit.errors import KernelError
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Numerics, Refusal
+from fewbit.kernels.registry import family_of, linear_kernels
+from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.spec import DEVICES, PRESETS, Hardware, LinearKey
+from tests.kernels.layers import KEYS
+
+AVX2, H200 = DEVICES["x86-avx2"], DEVICES["sm90"]
+
+
+def chosen(
+    key: LinearKey | str,
+    hardware: Hardware,
+    preference: Preference = Preference(),
+    rows: int = 64,
+    columns: int = 256,
+    dtype: str = "bf16",
+) -> Choice:
+    key = KEYS[key] if isinstance(key, str) else key
+    request = LinearRequest(key, rows, columns, dtype)
+    return choose(request, hardware, linear_kernels().values(), family_of(key), preference)
+
+
+@pytest.mark.parametrize("hardware", DEVICES.values(), ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("key", [*PRESETS, "W4A8", "W8A16 g32", "FP8 weight-only", "W4A4 channel"])
+def test_everything_that_can_be_stored_runs_on_everything(key: str, hardware: Hardware) -> None:
+    for rows, columns in ((64, 256), (33, 65), (4096, 14336)):
+        choice = chosen(key, hardware, rows=rows, columns=columns)
+        assert choice.kernel is choice.verdicts[0].kernel
+        assert choice.verdicts[0].refusal is None
+        assert {verdict.kernel.name for verdict in choice.verdicts} == set(linear_kernels())
+        assert_ordered(choice)
+
+
+def assert_ordered(choice: Choice) -> None:
+    """Admissible ones first, in the order of their classes; the reference is the last of them."""
+    consents = [verdict.refusal is None for verdict in choice.verdicts]
+    assert consents == sorted(consents, reverse=True)
+    admissible = [verdict for verdict in choice.verdicts if verdict.refusal is None]
+    classes = [verdict.numerics for verdict in admissible]
+    assert classes == sorted(classes)
+    assert admissible[-1].kernel.reference
+    assert choice.numerics is classes[0]
+
+
+EXPECTED = [
+    ("W4A16 g32", "x86-avx2", "torch_int4pack", Numerics.KEEPS),
+    ("W4A16_ASYM", "x86-amx", "torch_int4pack", Numerics.KEEPS),
+    ("W3A16", "x86-avx512", "torch_int4pack", Numerics.KEEPS),
+    ("W8A16", "x86-avx2", "torch_int8pack", Numerics.KEEPS),
+    ("W8A8", "x86-avx2", "torch_int8pack_w8a8", Numerics.KEEPS),
+    ("W8A8", "x86-avx512", "torch_int8pack_w8a8", Numerics.KEEPS),
+    ("W8A8", "x86-avx2-vnni", "torch_onednn_int8", Numerics.KEEPS),
+    ("W8A8", "x86-avx512-vnni", "torch_onednn_int8", Numerics.KEEPS),
+    ("W8A8", "x86-amx", "torch_onednn_int8", Numerics.KEEPS),
+    ("W4A8", "x86-avx2", "torch_int4pack", Numerics.DROPS_ACTIVATION),
+    ("W4A4 channel", "x86-amx", "torch_onednn_int8", Numerics.KEEPS),
+    ("FP8", "sm89", "torch_scaled_mm", Numerics.KEEPS),
+    ("FP8_DYNAMIC", "sm90", "torch_scaled_mm", Numerics.KEEPS),
+    ("FP8_DYNAMIC", "sm120", "torch_scaled_mm", Numerics.KEEPS),
+    ("FP8_DYNAMIC", "sm86", "reference", Numerics.REFERENCE),
+    ("FP8_BLOCK", "sm90", "reference", Numerics.REFERENCE),
+    ("FP8", "gfx942", "reference", Numerics.REFERENCE),
+    ("W8A8", "arm-i8mm", "reference", Numerics.REFERENCE),
+    ("W4A16", "xpu", "reference", Numerics.REFERENCE),
+    ("NVFP4", "sm100", "reference", Numerics.REFERENCE),
+]
+
+
+@pytest.mark.parametrize(("key", "device", "kernel", "numerics"), EXPECTED)
+def test_the_kernel_people_get(key: str, device: str, kernel: str, numerics: Numerics) -> None:
+    choice = chosen(key, DEVICES[device])
+    assert (choice.kernel.name, choice.numerics) == (kernel, numerics)
+    assert bool(choice.note) == (numerics is not Numerics.KEEPS)
+
+
+def test_fp8_on_a_device_without_it_says_what_is_missing() -> None:
+    verdicts = {verdict.kernel.name: verdict for verdict in chosen("FP8", DEVICES["sm86"]).verdicts}
+    assert verdicts["torch_scaled_mm"].refusal == Refusal("FP8 arithmetic needs compute capability 8.9, sm86 has 8.6")
+
+
+@given(st.permutations(list(linear_kernels().values())), st.sampled_from(list(KEYS)), st.sampled_from(list(DEVICES)))
+def test_the_order_of_candidates_does_not_matter(candidates: list[LinearKernel], key: str, device: str) -> None:
+    request = LinearRequest(KEYS[key], 64, 256)
+    found = choose(request, DEVICES[device], candidates, family_of(KEYS[key]))
+    assert [verdict.kernel.name for verdict in found.verdicts] == [
+        verdict.kernel.name for verdict in chosen(key, DEVICES[device]).verdicts
+    ]
+
+
+# What the user asks.
+
+
+def test_a_backend_or_a_kernel_can_be_forced() -> None:
+    assert chosen("W8A8", DEVICES["x86-amx"], Preference("torch_int8pack")).kernel.name == "torch_int8pack_w8a8"
+    assert chosen("W8A8", DEVICES["x86-amx"], Preference("torch_int8pack_w8a8")).kernel.name == "torch_int8pack_w8a8"
+    assert chosen("W8A8", DEVICES["x86-amx"], Preference("reference")).kernel.name == "reference"
+    others = chosen("W8A8", AVX2, Preference("reference")).verdicts[1:]
+    assert all(verdict.refusal == Refusal("reference was asked for") for verdict in others)
+
+
+def test_a_forced_backend_that_refuses_says_why_and_nothing_else() -> None:
+    with pytest.raises(KernelError, match=r"sm86 has 8\.6") as caught:
+        chosen("FP8", DEVICES["sm86"], Preference("torch_scaled_mm"))
+    assert "was asked for" not in str(caught.value)
+    assert caught.value.hint
+    with pytest.raises(KernelError, match="saturate"):
+        chosen("W8A8", AVX2, Preference("onednn"))
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("onedn", "onednn"), ("Torch_Int4Pak", "torch_int4pack"), ("ref", "ref")])
+def test_an_unknown_backend_gets_a_suggestion(typo: str, meant: str) -> None:
+    with pytest.raises(KernelError, match=f"Unknown backend '{typo}'") as caught:
+        chosen("W8A8", AVX2, Preference(typo))
+    assert meant in caught.value.hint
+
+
+def test_a_disabled_kernel_is_passed_over() -> None:
+    without = Preference(disabled=frozenset({"torch_int8pack_w8a8"}))
+    choice = chosen("W8A8", AVX2, without)
+    assert choice.kernel.name == "torch_int8pack"
+    assert choice.numerics is Numerics.DROPS_ACTIVATION
+    reasons = {verdict.kernel.name: verdict.refusal for verdict in choice.verdicts}
+    assert reasons["torch_int8pack_w8a8"] == Refusal("disabled by request")
+
+
+def test_strict_refuses_to_drop_activations() -> None:
+    assert chosen("W4A8", AVX2).numerics is Numerics.DROPS_ACTIVATION
+    strict = chosen("W4A8", AVX2, Preference(strict=True))
+    assert strict.kernel.name == "reference"
+    with pytest.raises(KernelError, match="strict"):
+        chosen("W4A8", AVX2, Preference("torch_int4pack", strict=True))
+    assert chosen("W8A8", AVX2, Preference(strict=True)).kernel.name == "torch_int8pack_w8a8"
+
+
+def test_nothing_left_lists_every_reason() -> None:
+    everything = Preference(disabled=frozenset(linear_kernels()))
+    with pytest.raises(KernelError) as caught:
+        chosen("W8A8", AVX2, everything)
+    assert all(name in str(caught.value) for name in linear_kernels())
+
+
+# Measured costs, on kernels made for the purpose.
+
+
+class Made(LinearKernel):
+    """Takes everything."""
+
+    name: ClassVar[str] = "made"
+    backend: ClassVar[str] = "made"
+
+    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
+        return None
+
+    def prepare(self, record, request):
+        raise NotImplementedError
+
+    def run(self, x, prepared, bias):
+        raise NotImplementedError
+
+
+def made(name: str, **attributes: object) -> LinearKernel:
+    return type(name, (Made,), {"name": name, "backend": name, **attributes})()
+
+
+KEEPS_A, KEEPS_B = made("keeps_a"), made("keeps_b")
+DROPS, EMULATES = made("drops", weight_only=True), made("emulates", emulates=True)
+REFERENCE = made("last", reference=True)
+REFUSES = made("never", refuse=lambda *_: Refusal("never"))
+
+
+def order(costs: dict[str, float], candidates: list[LinearKernel], key: str = "W8A8") -> list[str]:
+    """Names of the admissible kernels, best first."""
+    request = LinearRequest(KEYS[key], 64, 256)
+    found = choose(request, AVX2, candidates, family_of(KEYS[key]), Preference(costs=costs))
+    return [verdict.kernel.name for verdict in found.verdicts if verdict.refusal is None]
+
+
+def test_classes_come_before_costs() -> None:
+    everything = [REFERENCE, EMULATES, DROPS, KEEPS_B, KEEPS_A]
+    assert order({}, everything) == ["keeps_a", "keeps_b", "drops", "emulates", "last"]
+    costs = {"last": 1, "emulates": 2, "drops": 3, "keeps_a": 5, "keeps_b": 4}
+    assert order(costs, everything) == ["keeps_b", "keeps_a", "drops", "emulates", "last"]
+    random.shuffle(everything)
+    assert order(costs, everything) == ["keeps_b", "keeps_a", "drops", "emulates", "last"]
+
+
+def test_without_an_activation_key_there_is_nothing_to_drop_or_emulate() -> None:
+    assert order({}, [REFERENCE, EMULATES, DROPS, KEEPS_A], "W8A16") == ["drops", "emulates", "keeps_a", "last"]
+
+
+def test_costs_decide_only_where_every_admissible_kernel_of_the_class_has_one() -> None:
+    pair = [KEEPS_A, KEEPS_B]
+    assert order({"keeps_b": 1}, pair) == ["keeps_a", "keeps_b"]
+    assert order({"keeps_a": 9, "keeps_b": 1}, pair) == ["keeps_b", "keeps_a"]
+    assert order({"keeps_a": 9, "keeps_b": 1}, [*pair, REFUSES]) == ["keeps_b", "keeps_a"]
+    # Another class without measurements takes nothing away from this one.
+    assert order({"keeps_a": 9, "keeps_b": 1}, [*pair, DROPS]) == ["keeps_b", "keeps_a", "drops"]
+
+
+def test_costs_are_in_the_verdicts() -> None:
+    request = LinearRequest(KEYS["W8A8"], 64, 256)
+    preference = Preference(costs={"keeps_a": 2.5})
+    found = choose(request, AVX2, [KEEPS_A, KEEPS_B], family_of(KEYS["W8A8"]), preference)
+    assert {verdict.kernel.name: verdict.cost_us for verdict in found.verdicts} == {"keeps_a": 2.5, "keeps_b": None}
+
+
+def test_declared_order_decides_before_names() -> None:
+    onednn, other = made("zz", backend="onednn"), made("aa", backend="torch_int8pack")
+    assert order({}, [other, onednn]) == ["zz", "aa"]
+    unlisted = made("a_unlisted")
+    assert order({}, [unlisted, other, onednn]) == ["zz", "aa", "a_unlisted"]
+
+
+def test_software_does_not_change_the_choice_of_these_kernels() -> None:
+    bare = replace(H200, software={})
+    for key in KEYS:
+        assert chosen(key, bare).kernel is chosen(key, H200.with_software("flashinfer-python")).kernel
