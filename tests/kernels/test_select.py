@@ -217,9 +217,10 @@ def test_costs_are_in_the_verdicts() -> None:
     assert {verdict.kernel.name: verdict.cost_us for verdict in found.verdicts} == {"keeps_a": 2.5, "keeps_b": None}
 
 
-def test_declared_order_decides_before_names() -> None:
+def test_declared_order_decides_before_names_and_costs_before_both() -> None:
     onednn, other = made("zz", backend="onednn"), made("aa", backend="torch_int8pack")
     assert order({}, [other, onednn]) == ["zz", "aa"]
+    assert order({"aa": 1, "zz": 2}, [other, onednn]) == ["aa", "zz"]
     unlisted = made("a_unlisted")
     assert order({}, [unlisted, other, onednn]) == ["zz", "aa", "a_unlisted"]
 

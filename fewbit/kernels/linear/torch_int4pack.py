@@ -9,17 +9,19 @@ for each 32, 64, 128 or 256 input features, sums in float32 and rounds once. So:
   8} if the scale is a bf16 number; otherwise it shifts the weights of a group by at most 2**-9 of the zero: 0.011 of a
   step for a distance of 3, 0.024 for 7, 0.003 on average, where rounding to the grid already costs up to 0.5.
 
-One layout serves every M. Measured on two AVX2 cores (one thread, 1536x576, us) against the alternatives:
+One layout serves every M. Measured on AVX2 (one thread, us; interleaved in one run), against bf16 `F.linear` and
+against float32 `F.linear` on codes that are dequantized in chunks at each call:
 
-      M    int4pack    bf16 F.linear    dequantize each call + f32 F.linear
-      1         150              300                                   1100
-     16        1200             3800                                   1900
-     64        3100            12900                                   3400
-    128        7500            28500                                   5900
+                    1536x576, groups of 64                 4096x4096
+      M    int4pack     bf16   dequantize      int4pack      bf16   dequantize
+      1         149      295            -          3122      5593            -
+     16        1166     3835         2584         22312     57852        50535
+     64        4677    15017         4069         80456    222860        70745
+    128        9463    29672         6670        168618    457006       111575
 
-Above M of about 100 dequantizing would win, by less than a third; it would need the codes a second time, since the
-packed order is torch's own and differs between AVX2 and AVX-512. For that reason, too, a prepared weight is good only
-in a process of the same instruction set and is never written to a file.
+Above M of about 64 dequantizing would win, by 1.4 to 1.5 at 128, and earlier on CPUs with AVX-512 and bf16. It would
+need the codes a second time, since the packed order is torch's own and differs between AVX2 and AVX-512: not done. For
+that reason, too, a prepared weight is good only in a process of the same instruction set and is never saved.
 """
 
 from __future__ import annotations

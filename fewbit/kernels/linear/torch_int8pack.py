@@ -14,15 +14,16 @@ Two ways, chosen by M inside the operation:
 * otherwise: the weight is widened to float32 in chunks that stay in the cache, and multiplied as float32; the result is
   rounded once.
 
-Measured on AVX2 (one thread, us), against oneDNN with activations split in two halves, its only exact form there:
+Measured on AVX2 (one thread, us; interleaved in one run), against bf16 `F.linear` and against oneDNN with activations
+split in two halves, its only exact form without VNNI, which needs a packed weight:
 
-                   1536x576                      4096x4096
-      M    int8pack  chunks  oneDNN      int8pack  chunks  oneDNN   (bf16 F.linear)
-      1         298     411     527          2846    5992    8678   (   300    5400)
-      4         449     672     636          4397   10763   12012   (   900   22200)
-      8         823     779     764         10176   16300   13994   (  1962   33300)
-     16        1322    1026    1037         20379   20053   16533   (  3900   98500)
-    128        8725    4468    4660             -       -       -   ( 28500       -)
+                   1536x576                              4096x4096
+      M    int8pack  chunks  oneDNN    bf16      int8pack  chunks  oneDNN     bf16
+      1         383     660     573     379          3296    8027   11451     6331
+      4         491     829     706    1032          5551   16368   12836    16242
+      8         798     930     801    1995         10532   17937   14399    29630
+     16        1384    1215    1097    3879         21441   23044   18083    57560
+    128        8858    5617    4915   29652       (M=64) 84202   49152   43320   221790
 
 `_weight_int8pack_mm` reads past the ends of rows unless K is a multiple of 16, and is a scalar loop for f16 and
 float32: these go through chunks at every M.
