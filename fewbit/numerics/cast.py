@@ -93,7 +93,7 @@ def _encode_small_float(numbers: Tensor, element: Element) -> Tensor:
     # Steps of the binade's spacing: a subnormal has fewer than 2**mantissa_bits, a normal from there up to twice that.
     # Adding the binade's number times 2**mantissa_bits gives the code, and a carry into the next binade falls in place.
     steps = torch.round(torch.ldexp(magnitude, element.mantissa_bits - exponent))
-    code = steps + torch.ldexp((exponent - element.min_exponent).float(), torch.tensor(element.mantissa_bits))
+    code = steps.int() + ((exponent - element.min_exponent) << element.mantissa_bits)
     sign = torch.signbit(numbers).to(torch.uint8) << (element.bits - 1)
     return code.to(torch.uint8) | sign
 

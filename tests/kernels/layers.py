@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -124,3 +125,18 @@ def assert_close(found: Tensor, wanted: Tensor, dtype: str) -> None:
     largest = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error = ((found.double() - wanted).abs() / largest).max().item()
     assert error <= TOLERANCE[dtype], f"off by {error:.2e} of the largest number in a row"
+
+
+def cpu_multiplies_fp8_by_rows() -> bool:
+    """Whether this torch's CPU build takes row-wise scales in `_scaled_mm`: 2.13 does, 2.11 takes one scale a side."""
+    codes = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(codes, codes.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_fp8_rows = pytest.mark.skipif(
+    not cpu_multiplies_fp8_by_rows(), reason="This torch's CPU build multiplies FP8 by one scale a side only."
+)

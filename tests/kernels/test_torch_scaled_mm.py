@@ -10,13 +10,14 @@ from fewbit.kernels.linear.torch_scaled_mm import TorchScaledMm, quantized
 from fewbit.numerics import decode, dequantize
 from fewbit.numerics.activations import fake_quantize
 from fewbit.spec.element import E4M3
-from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, layer
+from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, layer, needs_fp8_rows
 
 KERNEL = TorchScaledMm()
+WHOLE = ("FP8", "FP8 dynamic tensor")  # one scale a side
 LAYERS = ["FP8", "FP8_DYNAMIC", "FP8 channel static", "FP8 tensor per token", "FP8 dynamic tensor"]
 
 
-@pytest.mark.parametrize("key", LAYERS)
+@pytest.mark.parametrize("key", [key if key in WHOLE else pytest.param(key, marks=needs_fp8_rows) for key in LAYERS])
 def test_both_forms_compute_what_the_key_says(key: str) -> None:
     record = layer(KEYS[key], 48, 64)
     request = LinearRequest.of(record, KEYS[key], "bf16")
@@ -33,7 +34,7 @@ def test_both_forms_compute_what_the_key_says(key: str) -> None:
 def test_row_wise_only_where_a_side_has_rows(key: str) -> None:
     record = layer(KEYS[key], 48, 64)
     prepared = KERNEL.prepare(record, LinearRequest.of(record, KEYS[key]))
-    whole = key in ("FP8", "FP8 dynamic tensor")
+    whole = key in WHOLE
     assert prepared.tensors["scale"].shape == (() if whole else (1, 48))
     assert prepared.tensors["scale"].dtype == torch.float32
     assert prepared.tensors["scale"].is_contiguous()
