@@ -6,6 +6,7 @@ Everything else takes a `Hardware` and never looks.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -52,6 +53,12 @@ def this_machine(device: str = "auto") -> Hardware:
     if kind == "xpu":
         return replace(DEVICES["xpu"], software=installed())
     return replace(_cpu(), software=installed())
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; it comes with GPU builds of torch."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def default_device() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fewbit.numerics.quantize import dequantize, quantize, quantize_with
-from fewbit.numerics.ranges import global_scale_of, stored_scale
+from fewbit.numerics.ranges import divided, global_scale_of, stored_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.key import QuantKey
 
@@ -21,7 +21,7 @@ def static_input_scales(largest: Tensor, key: QuantKey) -> dict[str, Tensor]:
     """Role -> static scale of a symmetric activation key for inputs of at most `largest` in magnitude, [] each."""
     if key.global_scale is not None:
         return {"input_global_scale": global_scale_of(largest, key)}
-    return {"input_scale": stored_scale(largest / key.element.max, key.scale.element)}
+    return {"input_scale": stored_scale(divided(largest, key.element.max), key.scale.element)}
 
 
 def fake_quantize(x: Tensor, key: QuantKey, record: QuantizedTensor) -> Tensor:

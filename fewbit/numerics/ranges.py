@@ -36,7 +36,7 @@ def symmetric_scale(magnitude: Tensor, key: QuantKey, rules: ScaleRules, global_
     element, stored = key.element, key.scale.element
     if stored.is_exponent_only:
         return _exponent_scale(magnitude, element, rules.mx)
-    scale = magnitude / _largest_code(element, rules)
+    scale = divided(magnitude, _largest_code(element, rules))
     if global_scale is not None:
         # Multiplying by the reciprocal in float32 is what the producers do; a division would differ in the last bit.
         scale = scale * (1.0 / global_scale).float()
@@ -50,7 +50,7 @@ def asymmetric_scale(low: Tensor, high: Tensor, key: QuantKey) -> tuple[Tensor, 
         (scales, zero points): the zero point is the code of zero, in the dtype of the element's codes.
     """
     element = key.element
-    scale = stored_scale((high - low) / (element.max - element.min), key.scale.element)
+    scale = stored_scale(divided(high - low, element.max - element.min), key.scale.element)
     zero_point = torch.round(element.min - low / decode(scale, key.scale.element))
     return scale, encode(zero_point, element)
 
@@ -65,6 +65,11 @@ def global_scale_of(magnitude: Tensor, key: QuantKey) -> Tensor:
     divisor = torch.where(magnitude > 0, target / magnitude.float(), torch.ones_like(magnitude, dtype=torch.float32))
     largest = torch.finfo(torch.float32).max
     return 1.0 / divisor.clamp(max=largest).double()
+
+
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """`numbers / divisor`, correctly rounded everywhere: GPUs multiply by the reciprocal of a Python number."""
+    return numbers / torch.full_like(numbers, divisor)
 
 
 def stored_scale(scale: Tensor, stored: Element) -> Tensor:
@@ -82,7 +87,7 @@ def _largest_code(element: Element, rules: ScaleRules) -> float:
 def _exponent_scale(magnitude: Tensor, element: Element, rule: str) -> Tensor:
     """E8M0 codes: 127 plus the exponent that `rule` gives; see `ScaleRules.mx`."""
     if rule == "ceil":
-        fraction, exponent = torch.frexp(magnitude / element.max)
+        fraction, exponent = torch.frexp(divided(magnitude, element.max))
         exponent = exponent - (fraction == 0.5).int()  # an exact power of two needs no rounding up
     elif rule == "even":
         exponent = _rounded_exponent(magnitude, element.mantissa_bits) - _exponent_of_max(element)

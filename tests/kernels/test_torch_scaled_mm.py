@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fewbit.kernels.activation.fp8 import MAX_COLUMNS
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.torch_scaled_mm import TorchScaledMm, quantized
-from fewbit.numerics import decode, dequantize
+from fewbit.numerics import decode, dequantize, quantize
 from fewbit.numerics.activations import fake_quantize
 from fewbit.spec.element import E4M3
 from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, layer, needs_fp8_rows
@@ -55,6 +56,18 @@ def check_codes(key: str, dtype: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activation_codes_are_those_of_the_definition(key: str, dtype: str) -> None:
     check_codes(key, dtype, "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="This machine has no CUDA device.")
+@pytest.mark.parametrize("columns", [7, 64, 576, 1025, 14336, MAX_COLUMNS + 16])
+def test_rows_of_any_width_are_quantized_as_the_definition_does(columns: int) -> None:
+    x = (torch.randn(5, columns) * 10).bfloat16().cuda()
+    x[2] = 0
+    x[3, 0] = 3e38
+    codes, scale = quantized(x, None, per_token=True)
+    record = quantize(x, KEYS["FP8_DYNAMIC"].activation)
+    assert torch.equal(codes.view(torch.uint8), record["codes"].view(torch.uint8))
+    assert torch.equal(codes.float() * scale, dequantize(record))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="This machine has no CUDA device.")

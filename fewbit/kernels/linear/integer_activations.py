@@ -11,6 +11,7 @@ from torch import Tensor
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.obstacles import int8_obstacles
 from fewbit.numerics import QuantizedTensor
+from fewbit.numerics.ranges import divided
 from fewbit.spec.element import F32
 from fewbit.spec.granularity import TENSOR, TOKEN
 from fewbit.spec.key import QuantKey
@@ -90,7 +91,7 @@ def dynamic_scale(numbers: Tensor, largest_code: float, per_token: bool) -> Tens
         largest: Tensor = torch.linalg.vector_norm(numbers, float("inf"), -1, True)
     else:
         largest = torch.linalg.vector_norm(numbers, float("inf"))
-    return (largest / largest_code).clamp_(min=torch.finfo(torch.float32).tiny)
+    return divided(largest, largest_code).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def integers(flat: Tensor, scale: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:

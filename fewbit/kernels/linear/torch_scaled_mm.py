@@ -23,11 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fewbit.kernels.activation.fp8 import MAX_COLUMNS, quantize_fp8
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.integer_activations import covers_all, dynamic_scale, scale_obstacles, static_scale
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, row_scale_obstacles
 from fewbit.kernels.linear.operands import row_scales
 from fewbit.kernels.operations import define
+from fewbit.kernels.probe import has_triton
 from fewbit.numerics import QuantizedTensor, effective_scale
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.element import E4M3
@@ -131,6 +133,9 @@ def quantized(flat: Tensor, input_scale: Tensor | None, per_token: bool) -> tupl
         input_scale: the static scale, or None.
         per_token: one dynamic scale for each row.
     """
+    fits = flat.shape[1] <= MAX_COLUMNS and (per_token or input_scale is not None)
+    if flat.is_cuda and fits and has_triton():
+        return quantize_fp8(flat.contiguous(), input_scale)
     numbers = flat.float()
     scale = dynamic_scale(numbers, LARGEST, per_token) if input_scale is None else input_scale
     # torch's cast turns what lies beyond the largest number into NaN in some versions, so it is clamped first.

@@ -1,0 +1,1 @@
+"""Kernels that quantize activations, shared by the linear kernels that need them."""
