@@ -89,8 +89,7 @@ class LinearFormat(CheckpointFormat):
         configured = scheme.key_for(module, class_name, type(self).matcher)
         # A module that the configuration leaves out, or gives a key that its tensors contradict, may still be stored
         # under a key that the configuration gives to others.
-        others = dict.fromkeys(rule.key for rule in scheme.rules)
-        fitting = self._fitting([*([configured] if configured else []), *others], headers, shape)
+        fitting = self._fitting([*([configured] if configured else []), *scheme.keys], headers, shape)
         if not fitting and configured:
             self.refuse_obsolete(module, configured, headers)
             near = self._fitting(_variations(configured), headers, shape)
