@@ -113,8 +113,11 @@ class LinearFormat(CheckpointFormat):
         return QuantizedTensor(weight, shape, kept, layout, zero_point_layout)
 
     def write(self, record: QuantizedTensor, key: LinearKey) -> dict[str, Tensor]:
-        stored = self.written_as(key)
-        specs = self.specs(stored)
+        return self.write_as(record, self.written_as(key))
+
+    def write_as(self, record: QuantizedTensor, stored: StoredLayer) -> dict[str, Tensor]:
+        """The tensors that store a record in that very way, one of `storages`."""
+        key, specs = stored.key, self.specs(stored)
         for role in record.tensors:
             if role not in {spec.role for spec in specs}:
                 raise OutputError(f"{self.name} has no place for the {role} of {key}.", "Choose another format.")

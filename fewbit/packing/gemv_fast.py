@@ -33,7 +33,9 @@ class GemvFast(Packing):
 
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         if (layout.bits, layout.word_bits, layout.axis, layout.transposed) != (4, 16, "K", False):
-            raise ShapeError(f"gemv_fast words hold 4-bit codes along K in 16 bits, found {layout}.", "Use dense words.")
+            raise ShapeError(
+                f"gemv_fast words hold 4-bit codes along K in 16 bits, found {layout}.", "Use dense words."
+            )
         if shape[-2] % ROWS or shape[-1] % COLUMNS:
             raise ShapeError(
                 f"gemv_fast words need N and K that are multiples of {ROWS} and {COLUMNS}, found {list(shape[-2:])}.",

@@ -80,4 +80,3 @@ def _tile_order() -> Tensor:
     in_square = _SIDE * rows[:, None, :] + columns[:, :, None]  # [lane, column, row]
     places = in_square.flatten(1)[:, None, :] + (_SIDE * _SIDE * square)[None, :, None]
     return places[..., list(ORDER)].flatten()
-
