@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, typed
@@ -152,20 +153,22 @@ def _activation(settings: Mapping[str, Any], data_type: str, symmetric: bool, wh
     size = settings.get("act_group_size", -1)
     key = _key(kind, bits, symmetric, size, f"the activations of {where}", weight=False)
     if key.global_scale is not None:
-        first = ScaleSpec(key.scale.element, key.granularity, dynamic)
-        return QuantKey(key.element, first, ScaleSpec(F32, TENSOR, dynamic and "static_gs" not in kind), symmetric)
-    if not dynamic and (key.element.is_integer or key.granularity != TENSOR):
+        first = replace(key.scale, dynamic=dynamic)
+        return replace(key, scale=first, global_scale=ScaleSpec(F32, TENSOR, dynamic and "static_gs" not in kind))
+    if not dynamic and ("int" in data_type or key.granularity != TENSOR):
         raise CheckpointError(
             f"The activations of {where} have static scales ({kind}, group {size}), which AutoRound has no place for.",
             "Quantize again with act_dynamic.",
         )
-    return QuantKey(key.element, ScaleSpec(key.scale.element, key.granularity, dynamic), symmetric=symmetric)
+    return replace(key, scale=replace(key.scale, dynamic=dynamic))
 
 
 def _key(data_type: str, bits: int, symmetric: bool, size: Any, where: str, *, weight: bool) -> QuantKey:
     """The static key of numbers of a data type; its names are composed, so parts of them decide."""
     if "e5m3" in data_type or "e5m2" in data_type or "e3m2" in data_type or "mx_int" in data_type:
-        raise CheckpointError(f"{where} has data_type {data_type!r}, which is not supported.", "See the README.")
+        raise CheckpointError(
+            f"{where} has data_type {data_type!r}, which is not supported.", "Known: int, fp (e4m3), mx_fp, nv_fp."
+        )
     if "mx_fp" in data_type and bits in _MX_ELEMENTS:
         _require_group(size, 32, data_type, where)
         return QuantKey(_MX_ELEMENTS[bits], ScaleSpec(E8M0, group(32)))

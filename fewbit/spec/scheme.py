@@ -110,7 +110,7 @@ class Scheme:
         """
         try:
             rules = tuple(
-                Rule(_words(rule["targets"]), LinearKey.parse(rule["key"]) if rule["key"] else None)
+                Rule(_words(rule["targets"]), None if rule["key"] is None else LinearKey.parse(rule["key"]))
                 for rule in data["rules"]
             )
             kv_cache = QuantKey.parse(data["kv_cache"]) if data.get("kv_cache") else None
