@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fewbit.checkpoints.act_order import stated_order
 from fewbit.checkpoints.compressed_tensors_config import config_of, scheme_of
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, scale_extents
@@ -149,7 +150,7 @@ class CompressedTensors(LinearFormat):
                 _check_shape(tensor, shape)
                 return None
             case "order":
-                return _order(tensor, stored.key.weight)
+                return stated_order("weight_g_idx", tensor, stored.key.weight)
             case "global_scale":
                 return _reciprocal("weight_global_scale", tensor).reshape(1, 1)
             case "input_global_scale":
@@ -210,21 +211,6 @@ def _check_shape(stored: Tensor, shape: tuple[int, int]) -> None:
             f"weight_shape says {whole}, but the layer is {list(shape)}.",
             "The model's config.json belongs to another checkpoint, or the file is damaged.",
         )
-
-
-def _order(order: Tensor, weight: QuantKey) -> Tensor | None:
-    """Act-order's group of each input feature; None where it says nothing: all unset (-1), or groups in their order."""
-    size = weight.granularity.columns or order.numel()
-    in_order = order[:1] + torch.arange(order.numel(), dtype=order.dtype, device=order.device) // size
-    if (order == -1).all() or torch.equal(order, in_order):
-        return None
-    groups = -(-order.numel() // size)
-    if order.min() < 0 or order.max() >= groups:
-        raise CheckpointError(
-            f"weight_g_idx names group {int(order.max())}, but the layer has {groups} groups.",
-            "An act-order layer cannot be split along K; otherwise the file is damaged.",
-        )
-    return order
 
 
 def _reciprocal(name: str, divisor: Tensor) -> Tensor:

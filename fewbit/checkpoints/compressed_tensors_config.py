@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fewbit.checkpoints.config_values import integer_of, strings, typed
 from fewbit.checkpoints.interface import StoredLayer
-from fewbit.errors import CheckpointError, SchemeError, closest
-from fewbit.spec.element import BF16, E2M1, E2M3, E4M3, E8M0, F16, F32, Element, integer
+from fewbit.errors import CheckpointError, closest
+from fewbit.spec.element import BF16, E2M1, E2M3, E4M3, E8M0, F16, F32, Element
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.scheme import Rule, Scheme
@@ -103,9 +104,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     _format(config.get("format"), "format")
     if config.get("moe_sparsity_config"):
         raise CheckpointError("moe_sparsity_config (pruned experts) is not supported.", "Use the unpruned checkpoint.")
-    groups = _typed(config.get("config_groups", {}), dict, "config_groups")
+    groups = typed(config.get("config_groups", {}), dict, "config_groups")
     keyed = [
-        (_strings(targets, f"config_groups.{name}"), key)
+        (strings(targets, f"config_groups.{name}"), key)
         for name, value in groups.items()
         for targets, key in _group(name, value)
     ]
@@ -113,7 +114,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     return Scheme(
         str(config.get("format") or "compressed-tensors"),
         _most_specific_first(keyed),
-        tuple(_strings(config.get("ignore") or [], "ignore")),
+        tuple(strings(config.get("ignore") or [], "ignore")),
         _key(kv_cache, "kv_cache_scheme", F32) if kv_cache else None,
     )
 
@@ -153,8 +154,8 @@ def _group(name: str, value: Any) -> list[tuple[Any, LinearKey]]:
     where = f"config_groups.{name}"
     if isinstance(value, list):
         return [] if name.upper() == "UNQUANTIZED" else [(value, _preset(name))]
-    value = _typed(value, dict, where)
-    targets = _strings(value.get("targets", []), f"{where}.targets")
+    value = typed(value, dict, where)
+    targets = strings(value.get("targets", []), f"{where}.targets")
     if targets and all(target.endswith("Attention") for target in targets):
         return []
     _format(value.get("format"), f"{where}.format")
@@ -185,7 +186,7 @@ def _preset(name: str) -> LinearKey:
 
 def _key(value: Any, where: str, scale_element: Element) -> QuantKey:
     """The key that QuantizationArgs describe; `scale_element` is used where the model's dtype decides."""
-    args = _typed(value, dict, where)
+    args = typed(value, dict, where)
     for name in args:
         if name not in _ARGUMENTS:
             raise CheckpointError(f"{where} has an unknown argument {name!r}.", closest(name, _ARGUMENTS))
@@ -194,7 +195,7 @@ def _key(value: Any, where: str, scale_element: Element) -> QuantKey:
     dynamic = args.get("dynamic", False)
     if dynamic not in (True, False, "local"):
         raise CheckpointError(f"{where}.dynamic is {dynamic!r}.", 'Known: true, false, "local".')
-    symmetric = _typed(args.get("symmetric", True), bool, f"{where}.symmetric")
+    symmetric = typed(args.get("symmetric", True), bool, f"{where}.symmetric")
     if two_levels:
         first = ScaleSpec(_scale_element(args, where) or E4M3, granularity, bool(dynamic))
         return QuantKey(element, first, ScaleSpec(F32, TENSOR, dynamic is True), symmetric)
@@ -204,12 +205,9 @@ def _key(value: Any, where: str, scale_element: Element) -> QuantKey:
 
 
 def _element(args: Mapping[str, Any], where: str) -> Element:
-    bits, kind = _typed(args.get("num_bits", 8), int, f"{where}.num_bits"), str(args.get("type", "int")).lower()
+    bits, kind = typed(args.get("num_bits", 8), int, f"{where}.num_bits"), str(args.get("type", "int")).lower()
     if kind == "int":
-        try:
-            return integer(bits)
-        except SchemeError as error:
-            raise CheckpointError(f"{where}: {error.message}", error.hint) from error
+        return integer_of(bits, where)
     if kind != "float" or bits not in _FLOATS:
         raise CheckpointError(f"{where} has {bits}-bit {kind!r} numbers.", "Known: int of 2 to 8, float of 4, 6 or 8.")
     return _FLOATS[bits]
@@ -218,7 +216,7 @@ def _element(args: Mapping[str, Any], where: str) -> Element:
 def _granularity(args: Mapping[str, Any], where: str) -> tuple[Granularity, bool]:
     """Granularity of the first-level scales, and whether there is a second level (strategy tensor_group)."""
     size = args.get("group_size")
-    size = None if size in (None, -1) else _typed(size, int, f"{where}.group_size")
+    size = None if size in (None, -1) else typed(size, int, f"{where}.group_size")
     strategy = args.get("strategy")
     if strategy is None:
         unset = "channel" if args.get("group_size") == -1 else "tensor"
@@ -303,7 +301,7 @@ def _of_kind(targets: Sequence[str], kind: str) -> tuple[str, ...]:
 
 
 def _refuse_sparsity(config: Mapping[str, Any]) -> None:
-    sparsity = _typed(config.get("sparsity_config") or {}, dict, "sparsity_config")
+    sparsity = typed(config.get("sparsity_config") or {}, dict, "sparsity_config")
     formats = [config.get("format"), *_group_formats(config), sparsity.get("format")]
     found = next((name for name in formats if name in _SPARSE_FORMATS), None)
     if found is None and (sparsity.get("format", "dense") != "dense" or sparsity.get("targets")):
@@ -322,8 +320,8 @@ def _group_formats(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
-    transforms = _typed(config.get("transform_config") or {}, dict, "transform_config")
-    groups = _typed(transforms.get("config_groups") or {}, dict, "transform_config.config_groups")
+    transforms = typed(config.get("transform_config") or {}, dict, "transform_config")
+    groups = typed(transforms.get("config_groups") or {}, dict, "transform_config.config_groups")
     if groups:
         types = sorted({str(value.get("type")) if isinstance(value, dict) else str(value) for value in groups.values()})
         raise CheckpointError(
@@ -335,14 +333,3 @@ def _refuse_transforms(config: Mapping[str, Any]) -> None:
 def _format(name: Any, where: str) -> None:
     if name is not None and name not in FORMATS:
         raise CheckpointError(f"{where} is {name!r}, which is not supported.", closest(str(name), FORMATS))
-
-
-def _typed(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise CheckpointError(f"{where} is {value!r}, needed a {kind.__name__}.", "The configuration is malformed.")
-    return value
-
-
-def _strings(value: Any, where: str) -> list[str]:
-    items = _typed(value, list, where)
-    return [_typed(item, str, where) for item in items]

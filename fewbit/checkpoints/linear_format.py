@@ -89,8 +89,7 @@ class LinearFormat(CheckpointFormat):
         configured = scheme.key_for(module, class_name, type(self).matcher)
         # A module that the configuration leaves out, or gives a key that its tensors contradict, may still be stored
         # under a key that the configuration gives to others.
-        others = dict.fromkeys(rule.key for rule in scheme.rules)
-        fitting = self._fitting([*([configured] if configured else []), *others], headers, shape)
+        fitting = self._fitting([*([configured] if configured else []), *scheme.keys], headers, shape)
         if not fitting and configured:
             self.refuse_obsolete(module, configured, headers)
             near = self._fitting(_variations(configured), headers, shape)
@@ -114,8 +113,11 @@ class LinearFormat(CheckpointFormat):
         return QuantizedTensor(weight, shape, kept, layout, zero_point_layout)
 
     def write(self, record: QuantizedTensor, key: LinearKey) -> dict[str, Tensor]:
-        stored = self.written_as(key)
-        specs = self.specs(stored)
+        return self.write_as(record, self.written_as(key))
+
+    def write_as(self, record: QuantizedTensor, stored: StoredLayer) -> dict[str, Tensor]:
+        """The tensors that store a record in that very way, one of `storages`."""
+        key, specs = stored.key, self.specs(stored)
         for role in record.tensors:
             if role not in {spec.role for spec in specs}:
                 raise OutputError(f"{self.name} has no place for the {role} of {key}.", "Choose another format.")

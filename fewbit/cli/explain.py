@@ -75,7 +75,7 @@ def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any
     if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise SchemeError(f"Cannot read the shape {shape!r}.", "Write NxK, say 4096x14336.")
     recipe = QuantizeOptions(scheme, group_size).recipe()
-    return LinearRequest(recipe.scheme.rules[0].key, int(parts[0]), int(parts[1]), element)
+    return LinearRequest(recipe.scheme.keys[0], int(parts[0]), int(parts[1]), element)
 
 
 def _stored(model: Path, element: str) -> dict[str, Any]:

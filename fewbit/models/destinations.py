@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
-from fewbit.models.experts import UnfusedExperts, layer_of_expert, unfuse
+from fewbit.models.experts import UnfusedExperts, expert_by_name, layer_of_expert, unfuse
 from fewbit.models.names import Names
 from fewbit.models.replace import replace_submodule, submodule
 
@@ -28,10 +28,10 @@ class Destinations:
             path = target.name.removesuffix(".weight")
             if target.merge is not None:
                 path = layer_of_expert(target.name, _index(module), target.merge)
-                experts = target.name.rpartition(".")[0]
-                holder = submodule(model, experts)
-                if holder is not None and not isinstance(holder, UnfusedExperts):
-                    replace_submodule(model, experts, unfuse(holder, experts))
+                _take_apart(model, target.name.rpartition(".")[0])
+            elif (named := expert_by_name(path)) and submodule(model, named[0]) and not submodule(model, path):
+                experts, path = named
+                _take_apart(model, experts)
             self._modules[module] = path
 
     def module(self, stored: str) -> str:
@@ -44,6 +44,13 @@ class Destinations:
         if module in self._modules and (leaf == "weight" or self._modules[module] != module):
             return f"{self._modules[module]}.{leaf}"
         return self._names.target(stored).name
+
+
+def _take_apart(model: PreTrainedModel, experts: str) -> None:
+    """Puts `UnfusedExperts` at the path where the model has stacked experts, once."""
+    holder = submodule(model, experts)
+    if holder is not None and not isinstance(holder, UnfusedExperts):
+        replace_submodule(model, experts, unfuse(holder, experts))
 
 
 def _index(module: str) -> int:

@@ -7,6 +7,8 @@ its key asks for. Fused kernels for whole stacks are another module's business.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,7 @@ class UnfusedExperts(nn.Module):
         return total
 
 
+_BY_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
 _PROJECTIONS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _STACK = ("MergeModulelist", 0)
 _JOIN_ROWS = ("Concatenate", 1)
@@ -65,6 +68,16 @@ def unfuse(experts: nn.Module, name: str) -> UnfusedExperts:
         )
     count, doubled, hidden = gate_up.shape
     return UnfusedExperts(count, hidden, doubled // 2, activation, gate_up.dtype)
+
+
+def expert_by_name(path: str) -> tuple[str, str] | None:
+    """(experts module, linear layer in its `UnfusedExperts`) of a layer named `<experts>.3.gate_proj`; else None.
+
+    Tools that take stacked experts apart before they quantize (GPTQModel) write such names for families whose own names
+    are others, and transformers has no rule for them.
+    """
+    found = _BY_NAME.fullmatch(path)
+    return (found[1], f"{found[1]}.{found[3]}.{found[2]}") if found else None
 
 
 def layer_of_expert(parameter: str, index: int, merge: Merge) -> str:

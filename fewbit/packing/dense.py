@@ -11,19 +11,17 @@ nibble first) and MXFP6's four codes in three bytes. Sources: formats.md section
 
 from __future__ import annotations
 
-from math import gcd
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fewbit.errors import ShapeError
-from fewbit.numerics.cast import code_dtype
+from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
 
-_WORD_DTYPES = {8: torch.uint8, 32: torch.int32}
+WORD_BITS = (8, 32)
 
 
 class Dense(Packing):
@@ -32,66 +30,18 @@ class Dense(Packing):
     name: ClassVar[str] = "dense"
 
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        if layout.word_bits not in _WORD_DTYPES or not 1 <= layout.bits <= 8:
+        if layout.word_bits not in WORD_BITS or not 1 <= layout.bits <= 8:
             raise ShapeError(
                 f"There are no dense words of {layout.word_bits} bits that hold codes of {layout.bits} bits.",
-                f"Use 1 to 8 bits in words of {' or '.join(map(str, _WORD_DTYPES))}.",
+                f"Use 1 to 8 bits in words of {' or '.join(map(str, WORD_BITS))}.",
             )
-        words = -(-_along(shape, layout) * layout.bits // layout.word_bits)
-        return (*shape[:-1], words) if layout.axis == "K" else (*shape[:-2], words, shape[-1])
+        words = -(-fields.extent_along(shape, layout) * layout.bits // layout.word_bits)
+        return fields.shape_with(words, shape, layout)
 
     def pack(self, codes: Tensor, layout: Layout) -> Tensor:
-        fields = (codes.view(torch.uint8) if codes.dtype.is_floating_point else codes).to(torch.int64)
-        fields = _axis_last(fields + layout.offset, layout) & ((1 << layout.bits) - 1)
-        count, width = fields.shape[-1], layout.word_bits
-        period = width // gcd(layout.bits, width)  # codes after which a code starts a word again
-        fields = torch.nn.functional.pad(fields, (0, -count % period)).unflatten(-1, (-1, period))
-        words = fields.new_zeros(*fields.shape[:-1], period * layout.bits // width)
-        for position in range(period):
-            word, shift = divmod(position * layout.bits, width)
-            words[..., word] |= fields[..., position] << shift
-            if shift + layout.bits > width:
-                words[..., word + 1] |= fields[..., position] >> (width - shift)
-        words = words.flatten(-2)[..., : -(-count * layout.bits // width)] & ((1 << width) - 1)
-        return _axis_back(_narrow(words, width), layout)
+        return fields.stored(fields.words_of(fields.fields_of(codes, layout), layout.bits, layout.word_bits), layout)
 
     def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:
-        count, width = _along(shape, layout), layout.word_bits
-        raw = _axis_last(words, layout).to(torch.int64) & ((1 << width) - 1)
-        period = width // gcd(layout.bits, width)
-        per_period = period * layout.bits // width
-        raw = torch.nn.functional.pad(raw, (0, -raw.shape[-1] % per_period)).unflatten(-1, (-1, per_period))
-        fields = raw.new_empty(*raw.shape[:-1], period)
-        for position in range(period):
-            word, shift = divmod(position * layout.bits, width)
-            field = raw[..., word] >> shift
-            if shift + layout.bits > width:
-                field = field | (raw[..., word + 1] << (width - shift))
-            fields[..., position] = field
-        dtype = code_dtype(element)
-        # A field is the code plus the offset modulo 2**bits; the code is the one of that remainder in the element's
-        # range, which starts at zero or, in two's complement, at minus half.
-        half = 1 << (layout.bits - 1) if dtype is torch.int8 else 0
-        fields = fields.flatten(-2)[..., :count] - layout.offset + half
-        codes = _axis_back((fields & ((1 << layout.bits) - 1)) - half, layout)
-        return codes.to(torch.uint8).view(dtype) if dtype.is_floating_point else codes.to(dtype)
-
-
-def _along(shape: tuple[int, ...], layout: Layout) -> int:
-    return shape[-1] if layout.axis == "K" else shape[-2]
-
-
-def _axis_last(tensor: Tensor, layout: Layout) -> Tensor:
-    return tensor if layout.axis == "K" else tensor.transpose(-1, -2)
-
-
-def _axis_back(tensor: Tensor, layout: Layout) -> Tensor:
-    return tensor.contiguous() if layout.axis == "K" else tensor.transpose(-1, -2).contiguous()
-
-
-def _narrow(words: Tensor, width: int) -> Tensor:
-    """int64 words of `width` unsigned bits in the stored dtype, bit for bit."""
-    dtype = _WORD_DTYPES[width]
-    if width == 8:
-        return words.to(dtype)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(dtype)
+        count = fields.extent_along(shape, layout)
+        found = fields.fields_in(fields.raw(words, layout), layout.bits, layout.word_bits, count)
+        return fields.codes_of(found, layout, element)

@@ -23,8 +23,9 @@ class Layout:
         packing: name of the packing in `fewbit.packing` that turns codes into this layout and back.
         bits: bits of a stored code.
         axis: the logical axis along which codes share words; N is the second to last axis, K the last.
-        word_bits: width of a storage word, 8 or 32.
+        word_bits: width of a storage word: 8, 16 or 32.
         offset: added to a code before it is stored, so that a signed code becomes a plain field.
+        transposed: whether the words lie with their last two axes exchanged: [K, N/8] where they would be [N/8, K].
     """
 
     packing: str = "plain"
@@ -32,12 +33,14 @@ class Layout:
     axis: Axis = "K"
     word_bits: int = 8
     offset: int = 0
+    transposed: bool = False
 
     def __str__(self) -> str:
         if self == PLAIN:
             return "plain"
         plus = f"+{self.offset}" if self.offset else ""
-        return f"{self.packing}{self.bits}{plus}:{self.axis}:w{self.word_bits}"
+        swapped = ":transposed" if self.transposed else ""
+        return f"{self.packing}{self.bits}{plus}:{self.axis}:w{self.word_bits}{swapped}"
 
 
 PLAIN = Layout()
@@ -46,23 +49,31 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Extent:
-    """One axis of a stored tensor: ceil(axis * factor / divisor), or a constant where `axis` is None."""
+    """One axis of a stored tensor: ceil(axis * factor / divisor), or the constant `factor` where `axis` is None.
+
+    Attributes:
+        multiple: the extent is rounded up to a multiple of this, and is not cut inside one: padding, or a tile.
+        divisible: whether the axis may be split at all.
+    """
 
     axis: Axis | None = None
     factor: int = 1
     divisor: int = 1
+    multiple: int = 1
+    divisible: bool = True
 
     def size(self, rows: int, columns: int) -> int:
         """The extent for a layer of `rows` output and `columns` input features."""
         if self.axis is None:
             return self.factor
         whole = rows if self.axis == "N" else columns
-        return -(-whole * self.factor // self.divisor)
+        return -(-whole * self.factor // (self.divisor * self.multiple)) * self.multiple
 
     @property
     def quantum(self) -> int:
         """How many features of `axis` the smallest separable piece holds."""
-        return self.divisor // gcd(self.factor, self.divisor)
+        period = self.divisor * self.multiple
+        return period // gcd(self.factor, period)
 
 
 ONE = Extent()
@@ -111,6 +122,11 @@ class TensorSpec:
             share, rest = divmod(extent, world)
             if world == 1:  # nothing is cut, so a short last group or word is no obstacle
                 return position, 0, stored.size(extent, extent)
+            if not stored.divisible:
+                raise ShapeError(
+                    f"{self.name} cannot be split along {axis}: its values refer to the whole layer.",
+                    f"Split along {'N' if axis == 'K' else 'K'}, or use one rank.",
+                )
             if rest or share % stored.quantum:
                 raise ShapeError(
                     f"{self.name} cannot be split {world} ways along {axis}: {extent} features are no multiple of "

@@ -15,10 +15,10 @@ from fewbit.spec.pattern import Matcher, matches, unmatched
 
 @dataclass(frozen=True)
 class Rule:
-    """The modules that `targets` name get `key`."""
+    """The modules that `targets` name get `key`; None leaves them as they are, whatever later rules say."""
 
     targets: tuple[str, ...]
-    key: LinearKey
+    key: LinearKey | None
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Scheme:
     ignore: tuple[str, ...] = ("lm_head",)
     kv_cache: QuantKey | None = None
     variant: str = ""
+
+    @property
+    def keys(self) -> tuple[LinearKey, ...]:
+        """Every key that the rules give, each once, in their order."""
+        return tuple(dict.fromkeys(rule.key for rule in self.rules if rule.key))
 
     def key_for(self, name: str, class_name: str = "Linear", matcher: Matcher = matches) -> LinearKey | None:
         """The key of the module, or None where it stays as it is."""
@@ -65,8 +70,8 @@ class Scheme:
         Raises:
             SchemeError: the scheme's group is part of its format (MX, NVFP4) or its weights have no groups.
         """
-        for rule in self.rules:
-            weight = rule.key.weight
+        for key in self.keys:
+            weight = key.weight
             if weight.global_scale or weight.scale.element.is_exponent_only or weight.granularity.kind == "block":
                 raise SchemeError(
                     f"{self.name} fixes its own granularity ({weight.granularity}).", "Leave the group size out."
@@ -78,14 +83,19 @@ class Scheme:
         return self._map_weights(lambda key: key.with_scale_element(element) if key.scale.element.bits > 8 else key)
 
     def _map_weights(self, change: Any) -> Scheme:
-        rules = tuple(replace(rule, key=replace(rule.key, weight=change(rule.key.weight))) for rule in self.rules)
-        return replace(self, rules=rules)
+        rules = (
+            replace(rule, key=replace(rule.key, weight=change(rule.key.weight))) if rule.key else rule
+            for rule in self.rules
+        )
+        return replace(self, rules=tuple(rules))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         return {
             "name": self.name,
-            "rules": [{"targets": list(rule.targets), "key": str(rule.key)} for rule in self.rules],
+            "rules": [
+                {"targets": list(rule.targets), "key": str(rule.key) if rule.key else None} for rule in self.rules
+            ],
             "ignore": list(self.ignore),
             "kv_cache": str(self.kv_cache) if self.kv_cache else None,
             "variant": self.variant,
@@ -99,7 +109,10 @@ class Scheme:
             SchemeError: a field is missing or cannot be understood.
         """
         try:
-            rules = tuple(Rule(_words(rule["targets"]), LinearKey.parse(rule["key"])) for rule in data["rules"])
+            rules = tuple(
+                Rule(_words(rule["targets"]), None if rule["key"] is None else LinearKey.parse(rule["key"]))
+                for rule in data["rules"]
+            )
             kv_cache = QuantKey.parse(data["kv_cache"]) if data.get("kv_cache") else None
             return cls(data["name"], rules, _words(data["ignore"]), kv_cache, data.get("variant", ""))
         except (KeyError, TypeError, AttributeError) as error:

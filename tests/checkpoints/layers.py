@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -68,6 +69,11 @@ def layer(key: LinearKey, shape: tuple[int, int] = SHAPE) -> QuantizedTensor:
 
 def headers(tensors: Mapping[str, Tensor]) -> dict[str, TensorHeader]:
     return {name: header_of(tensor) for name, tensor in tensors.items()}
+
+
+def sha256(numbers: Tensor) -> str:
+    """Of float32 numbers in row-major order, minus zero written as zero, as tiny checkpoints state it."""
+    return hashlib.sha256((numbers + 0.0).contiguous().numpy().astype("<f4").tobytes()).hexdigest()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

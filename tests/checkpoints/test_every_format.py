@@ -98,18 +98,20 @@ def test_sharding_the_file_is_sharding_the_layer(name: str, key: str, axis: str)
 
 
 @st.composite
-def integer_layers(draw: st.DrawFn) -> tuple[LinearKey, tuple[int, int]]:
-    """Integer keys of any width in groups of any size, and shapes that neither words nor groups divide."""
+def integer_layers(draw: st.DrawFn, name: str) -> tuple[LinearKey, tuple[int, int]]:
+    """Integer keys of any width the format has, groups of any size, shapes that neither words nor groups divide."""
     size = draw(st.sampled_from([0, 4, 8, 24, 32]))
     granularity = group(size) if size else CHANNEL
-    weight = QuantKey(integer(draw(st.integers(2, 8))), ScaleSpec(BF16, granularity), symmetric=draw(st.booleans()))
-    return LinearKey(weight), (draw(st.integers(1, 40)), draw(st.integers(1, 100)))
+    held = [b for b in range(2, 9) if not formats()[name].refuse(LinearKey.parse(f"int{b}:channel:bf16"), SHAPE)]
+    weight = QuantKey(integer(draw(st.sampled_from(held))), ScaleSpec(BF16, granularity), symmetric=draw(st.booleans()))
+    aligned = st.sampled_from([32, 64, 96])  # what some formats insist on
+    return LinearKey(weight), (draw(aligned | st.integers(1, 40)), draw(aligned | st.integers(1, 100)))
 
 
 @pytest.mark.parametrize("name", [name for name, key in HELD if key == "int4:channel:bf16"])
-@given(drawn=integer_layers())
-def test_integers_of_any_shape(name: str, drawn: tuple[LinearKey, tuple[int, int]]) -> None:
-    key, shape = drawn
+@given(data=st.data())
+def test_integers_of_any_shape(name: str, data: st.DataObject) -> None:
+    key, shape = data.draw(integer_layers(name))
     assume(formats()[name].refuse(key, shape) is None)
     check_round_trip(formats()[name], key, layer(key, shape))
 

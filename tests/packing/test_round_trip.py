@@ -32,8 +32,8 @@ def _accepts(packing: Packing, shape: tuple[int, ...], layout: Layout) -> bool:
 def _layouts(name: str) -> list[Layout]:
     """Every layout that the packing has: it refuses the others."""
     candidates = [
-        Layout(name, bits, axis, word_bits, offset)
-        for bits, axis, word_bits in product(range(1, 9), ("N", "K"), WORD_BITS)
+        Layout(name, bits, axis, word_bits, offset, transposed)
+        for bits, axis, word_bits, transposed in product(range(1, 9), ("N", "K"), WORD_BITS, (False, True))
         for offset in sorted({0, 1 << (bits - 1), -1})
     ]
     return [layout for layout in candidates if _accepts(packings()[name], ROOMY, layout)]

@@ -146,6 +146,33 @@ def test_the_text_form_tells_layouts_apart() -> None:
         Layout("dense", 4, "N", 32),
         Layout("dense", 4, "K", 8),
         Layout("dense", 3, "K", 8),
+        Layout("dense", 3, "K", 8, transposed=True),
     ]
     assert len({str(layout) for layout in layouts}) == len(layouts)
     assert str(PLAIN) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("extent", "features", "size", "quantum"),
+    [
+        (Extent("K", 1, 64, multiple=16), 256, 16, 1024),  # 4 groups, padded
+        (Extent("K", 1, 64, multiple=16), 1025, 32, 1024),
+        (Extent("K", 6, 32, multiple=6), 64, 12, 32),  # runs of 32 codes in 6 words
+        (Extent("K", 6, 32), 64, 12, 16),
+        (Extent("N", 2, 1, multiple=128), 192, 384, 64),  # tiles of 64 rows in 128 words
+        (Extent("K", multiple=64), 64, 64, 64),
+    ],
+)
+def test_an_extent_is_padded_to_its_multiple_and_not_cut_inside_one(
+    extent: Extent, features: int, size: int, quantum: int
+) -> None:
+    assert extent.size(features, features) == size
+    assert extent.quantum == quantum
+
+
+def test_an_axis_that_cannot_be_split() -> None:
+    spec = TensorSpec("scale", "scales", (Extent("K", 1, 4, divisible=False), ROWS), None)
+    assert spec.shard("K", 16, 0, 1) == (0, 0, 4)
+    assert spec.shard("N", 16, 1, 2) == (1, 8, 8)
+    with pytest.raises(ShapeError, match="scales cannot be split along K"):
+        spec.shard("K", 16, 0, 2)

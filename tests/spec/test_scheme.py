@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ WORDS = st.lists(st.text(min_size=1, max_size=12), max_size=3).map(tuple)
 SCHEMES = st.builds(
     Scheme,
     st.text(max_size=12),
-    st.lists(st.builds(Rule, WORDS, LINEAR_KEYS), max_size=3).map(tuple),
+    st.lists(st.builds(Rule, WORDS, st.none() | LINEAR_KEYS), max_size=3).map(tuple),
     WORDS,
     st.none() | QUANT_KEYS,
 )
@@ -131,3 +132,18 @@ def test_json_that_is_no_scheme_is_refused(data: Any) -> None:
 def test_a_kv_cache_key_survives() -> None:
     key = QuantKey.parse("e4m3:tensor:f32")
     assert Scheme.from_json(Scheme("X", (), kv_cache=key).to_json()).kv_cache == key
+
+
+def test_a_rule_may_leave_modules_as_they_are() -> None:
+    """For formats whose first matching rule decides; `ignore` would beat the rules before it."""
+    rules = (Rule(("layers.0.mlp.gate",), INT8), Rule(("gate",), None), Rule(("Linear",), INT4))
+    scheme = Scheme("FIRST HIT", rules, ignore=())
+    assert scheme.key_for("layers.0.mlp.gate") == INT8
+    assert scheme.key_for("layers.1.mlp.gate") is None
+    assert scheme.key_for("layers.1.mlp.up_proj") == INT4
+    assert scheme.keys == (INT8, INT4)
+    assert Scheme.from_json(scheme.to_json()) == scheme
+    assert scheme.with_scale_element(ELEMENTS["f32"]).rules[1].key is None
+    assert scheme.with_granularity(group(16)).keys == tuple(
+        replace(key, weight=key.weight.with_granularity(group(16))) for key in (INT8, INT4)
+    )

@@ -1,0 +1,51 @@
+"""Interleaved words: eight 4-bit codes in an int32 word, even ones in the low half, odd ones in the high half.
+
+Nibble i, lowest first, holds code `ORDER[i]` of its eight, so that one shift and one mask give two codes in the two
+halves of a 32-bit register. AutoAWQ's gemm layout along N, and Quark's `reorder`. Source: formats.md sections 2 and 5.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fewbit.errors import ShapeError
+from fewbit.packing import fields
+from fewbit.packing.interface import Packing
+from fewbit.spec.element import Element
+from fewbit.spec.layout import Layout
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight consecutive codes each nibble of a word holds."""
+
+
+class Interleaved(Packing):
+    """See the head of this file."""
+
+    name: ClassVar[str] = "interleaved"
+
+    def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        if (layout.bits, layout.word_bits) != (4, 32):
+            raise ShapeError(
+                f"There are no interleaved words of {layout.word_bits} bits that hold codes of {layout.bits} bits.",
+                "Use 4 bits in words of 32.",
+            )
+        count = fields.extent_along(shape, layout)
+        if count % len(ORDER):
+            raise ShapeError(
+                f"Interleaved words hold {len(ORDER)} codes each, found {count} along {layout.axis}.",
+                "Use dense words.",
+            )
+        return fields.shape_with(count // len(ORDER), shape, layout)
+
+    def pack(self, codes: Tensor, layout: Layout) -> Tensor:
+        eights = fields.fields_of(codes, layout).unflatten(-1, (-1, len(ORDER)))
+        return fields.stored(fields.words_of(eights[..., list(ORDER)].flatten(-2), 4, 32), layout)
+
+    def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:
+        found = fields.fields_in(fields.raw(words, layout), 4, 32, fields.extent_along(shape, layout))
+        eights = found.unflatten(-1, (-1, len(ORDER)))
+        back = torch.tensor(ORDER, device=words.device).argsort()
+        return fields.codes_of(eights[..., back].flatten(-2), layout, element)
