@@ -83,24 +83,16 @@ class LinearMethod(QuantizeMethodBase):
 
     def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
         """Chooses the kernel for a hub record, prepares it and keeps nothing else."""
-        request = self.request(layer, record)
+        request = self.request(record)
         choice = self.placement.choose(request)
         prepared = choice.kernel.prepare(record, request)
         device = self.placement.device
         tensors = {name: tensor.to(device) for name, tensor in prepared.tensors.items()}
         layer.hold(Prepared(tensors, prepared.constants), choice)
 
-    def request(self, layer: QuantizedLinear, record: QuantizedTensor) -> LinearRequest:
+    def request(self, record: QuantizedTensor) -> LinearRequest:
         """What the layer asks of a kernel."""
-        return LinearRequest(
-            self.key,
-            layer.out_features,
-            layer.in_features,
-            dtype=float_element(self.placement.dtype).name,
-            layout=record.layout,
-            has_order="order" in record,
-            has_input_scale="input_scale" in record or "input_global_scale" in record,
-        )
+        return LinearRequest.of(record, self.key, dtype=float_element(self.placement.dtype).name)
 
     def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
         if layer.prepared is None or layer.choice is None:

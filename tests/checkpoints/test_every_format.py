@@ -134,10 +134,12 @@ def test_a_refused_key_is_not_written(name: str) -> None:
 
 @EVERY_FORMAT
 def test_roles_without_a_place_are_not_dropped(name: str) -> None:
-    key = next(KEYS[key] for held, key in HELD if held == name)
-    record = layer(key).with_tensors(pre_scale=torch.ones(SHAPE[1]))
-    with pytest.raises(OutputError, match="pre_scale"):
-        formats()[name].write(record, key)
+    found = formats()[name]
+    for key in (KEYS[key] for held, key in HELD if held == name):
+        places = {spec.role for spec in found.specs(describe(found, key, found.write(layer(key), key)))}
+        role = next(role for role in ("pre_scale", "minimum") if role not in places)
+        with pytest.raises(OutputError, match=role):
+            found.write(layer(key).with_tensors(**{role: torch.ones(SHAPE[1])}), key)
 
 
 @EVERY_HELD_KEY
