@@ -7,7 +7,7 @@ from math import lcm
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -107,11 +107,16 @@ def integer_layers(draw: st.DrawFn) -> tuple[LinearKey, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", [name for name, key in HELD if key == "int4:channel:bf16"])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # a format may hold three widths of seven
 @given(drawn=integer_layers())
 def test_integers_of_any_shape(name: str, drawn: tuple[LinearKey, tuple[int, int]]) -> None:
     key, shape = drawn
-    assume(formats()[name].refuse(key, shape) is None)
-    check_round_trip(formats()[name], key, layer(key, shape))
+    found = formats()[name]
+    if found.refuse(key, shape) is not None:  # of this shape, or at all
+        columns = key.weight.granularity.columns or 1
+        shape = (8 * shape[0], 8 * columns * (1 + shape[1] // (8 * columns)))
+    assume(found.refuse(key, shape) is None)
+    check_round_trip(found, key, layer(key, shape))
 
 
 @given(held=st.sampled_from(HELD), rows=st.integers(1, 140), groups=st.integers(1, 3))
@@ -134,12 +139,11 @@ def test_a_refused_key_is_not_written(name: str) -> None:
 
 @EVERY_FORMAT
 def test_roles_without_a_place_are_not_dropped(name: str) -> None:
-    found = formats()[name]
-    for key in (KEYS[key] for held, key in HELD if held == name):
-        places = {spec.role for spec in found.specs(describe(found, key, found.write(layer(key), key)))}
-        role = next(role for role in ("pre_scale", "minimum") if role not in places)
-        with pytest.raises(OutputError, match=role):
-            found.write(layer(key).with_tensors(**{role: torch.ones(SHAPE[1])}), key)
+    found, key = formats()[name], next(key for held, key in HELD if held == name)
+    places = {spec.role for spec in found.specs(written(name, key)[1])}
+    role = next(role for role in ("pre_scale", "minimum") if role not in places)
+    with pytest.raises(OutputError, match=role):
+        found.write(layer(KEYS[key]).with_tensors(**{role: torch.ones(SHAPE[1])}), KEYS[key])
 
 
 @EVERY_HELD_KEY
