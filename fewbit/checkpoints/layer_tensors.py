@@ -106,5 +106,19 @@ def require_finite(name: str, scales: Tensor) -> None:
         )
 
 
+def global_multiplier(name: str, stored: Tensor) -> Tensor:
+    """float64 of a second-level scale that is stored as a multiplier.
+
+    Raises:
+        CheckpointError: it is zero, negative or not finite.
+    """
+    if not (stored.isfinite().all() and (stored > 0).all()):
+        raise CheckpointError(
+            f"{name} is {stored.flatten().tolist()}, needed a positive multiplier.",
+            "The file is damaged, or calibration never reached the layer; quantize again.",
+        )
+    return stored.double()
+
+
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)

@@ -58,6 +58,16 @@ class LinearFormat(CheckpointFormat):
     def refuse_obsolete(self, module: str, key: LinearKey, headers: Mapping[str, TensorHeader]) -> None:
         """Raises CheckpointError for tensors that an obsolete writer gave another meaning under the same names."""
 
+    def variations(self, key: LinearKey, headers: Mapping[str, TensorHeader]) -> Iterator[LinearKey]:
+        """Keys one step away from the configured one, which the configuration may have meant."""
+        yield from _variations(key)
+
+    def preferred(
+        self, storages: list[StoredLayer], scheme: Scheme, headers: Mapping[str, TensorHeader]
+    ) -> list[StoredLayer]:
+        """Those of several storages which fit alike that the configuration announces; all where it announces none."""
+        return [stored for stored in storages if stored.variant == scheme.variant] or storages
+
     def layouts(self, stored: StoredLayer) -> tuple[Layout, Layout]:
         """Where the bits of codes and of zero points lie on disk."""
         return PLAIN, PLAIN
@@ -92,11 +102,11 @@ class LinearFormat(CheckpointFormat):
         fitting = self._fitting([*([configured] if configured else []), *scheme.keys], headers, shape)
         if not fitting and configured:
             self.refuse_obsolete(module, configured, headers)
-            near = self._fitting(_variations(configured), headers, shape)
+            near = self._fitting(self.variations(configured, headers), headers, shape)
             fitting = near if len({stored.key for stored in near}) == 1 else []
         if not fitting:
             raise self._contradiction(module, configured, headers, shape)
-        fitting = [stored for stored in fitting if stored.variant == scheme.variant] or fitting
+        fitting = self.preferred(fitting, scheme, headers)
         return self._with_activations(module, [stored for stored in fitting if stored.key == fitting[0].key], headers)
 
     def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
@@ -219,7 +229,7 @@ class LinearFormat(CheckpointFormat):
 
 
 def _variations(key: LinearKey) -> Iterator[LinearKey]:
-    """Keys one step away, which a configuration may have meant: another width, or one scale per row or tensor."""
+    """Another width, or one scale per row or tensor."""
     weight = key.weight
     if weight.element.is_integer:
         yield from (replace(key, weight=replace(weight, element=integer(bits))) for bits in range(2, 9))

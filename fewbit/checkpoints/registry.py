@@ -40,6 +40,8 @@ _PLACES = (
 _DECISIVE = (
     "quant_method",
     "quant_algo",
+    "exclude_modules",
+    "quantized_layers",
     "bits",
     "group_size",
     "sym",
@@ -54,7 +56,13 @@ _DECISIVE = (
 )
 """What two places must agree on; other keys are notes of their writers."""
 
-_SYNONYMS = {"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size", "method": "quant_method"}
+_SYNONYMS = {
+    "w_bit": "bits",
+    "wbits": "bits",
+    "q_group_size": "group_size",
+    "method": "quant_method",
+    "ignore": "exclude_modules",
+}
 
 
 @cache
@@ -137,4 +145,7 @@ def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _folded(value: Any) -> Any:
+    """A value in which spellings that mean the same are equal: names in any case, lists of names in any order."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return sorted(value)
     return value.lower().replace("_", "-") if isinstance(value, str) else value

@@ -1,7 +1,8 @@
 """Interleaved words: eight 4-bit codes in an int32 word, even ones in the low half, odd ones in the high half.
 
 Nibble i, lowest first, holds code `ORDER[i]` of its eight, so that one shift and one mask give two codes in the two
-halves of a 32-bit register. AutoAWQ's gemm layout along N, and Quark's `reorder`. Source: formats.md sections 2 and 5.
+halves of a 32-bit register. The last word of a run is padded with zero fields. AutoAWQ's gemm layout along N, and
+Quark's `reorder`. Source: formats.md sections 2 and 5.
 """
 
 from __future__ import annotations
@@ -32,20 +33,16 @@ class Interleaved(Packing):
                 f"There are no interleaved words of {layout.word_bits} bits that hold codes of {layout.bits} bits.",
                 "Use 4 bits in words of 32.",
             )
-        count = fields.extent_along(shape, layout)
-        if count % len(ORDER):
-            raise ShapeError(
-                f"Interleaved words hold {len(ORDER)} codes each, found {count} along {layout.axis}.",
-                "Use dense words.",
-            )
-        return fields.shape_with(count // len(ORDER), shape, layout)
+        return fields.shape_with(-(-fields.extent_along(shape, layout) // len(ORDER)), shape, layout)
 
     def pack(self, codes: Tensor, layout: Layout) -> Tensor:
-        eights = fields.fields_of(codes, layout).unflatten(-1, (-1, len(ORDER)))
+        found = fields.fields_of(codes, layout)
+        eights = torch.nn.functional.pad(found, (0, -found.shape[-1] % len(ORDER))).unflatten(-1, (-1, len(ORDER)))
         return fields.stored(fields.words_of(eights[..., list(ORDER)].flatten(-2), 4, 32), layout)
 
     def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:
-        found = fields.fields_in(fields.raw(words, layout), 4, 32, fields.extent_along(shape, layout))
-        eights = found.unflatten(-1, (-1, len(ORDER)))
+        raw = fields.raw(words, layout)
+        eights = fields.fields_in(raw, 4, 32, len(ORDER) * raw.shape[-1]).unflatten(-1, (-1, len(ORDER)))
         back = torch.tensor(ORDER, device=words.device).argsort()
-        return fields.codes_of(eights[..., back].flatten(-2), layout, element)
+        found = eights[..., back].flatten(-2)[..., : fields.extent_along(shape, layout)]
+        return fields.codes_of(found, layout, element)

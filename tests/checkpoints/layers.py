@@ -53,14 +53,17 @@ SHAPE = (256, 256)
 
 
 def layer(key: LinearKey, shape: tuple[int, int] = SHAPE) -> QuantizedTensor:
-    """A random layer quantized by `key`, with the static activation tensors that the key asks for."""
-    record = quantize(torch.randn(shape), key.weight)
+    """A random layer quantized by `key`, with the static activation tensors that the key asks for.
+
+    Second-level scales are powers of two, which files keep exactly whether they store a multiplier or a divisor.
+    """
+    shared = torch.full((1, 1), 2.0**-9, dtype=torch.float64) if key.weight.global_scale else None
+    record = quantize(torch.randn(shape), key.weight, global_scale=shared)
     activation = key.activation
     if activation is None:
         return record
     if activation.global_scale and not activation.global_scale.dynamic:
-        divisor = torch.rand((), dtype=torch.float32) * 1000 + 1
-        return record.with_tensors(input_global_scale=1.0 / divisor.double())
+        return record.with_tensors(input_global_scale=torch.tensor(2.0**-7, dtype=torch.float64))
     if activation.is_dynamic:
         return record
     record = record.with_tensors(input_scale=torch.rand(()))

@@ -132,6 +132,17 @@ def test_divisors_that_divide_nothing(name: str, divisor: float) -> None:
         CT.read(stored, {**tensors, name: torch.tensor([divisor])}, SHAPE)
 
 
+def test_any_divisor_is_kept() -> None:
+    key = KEYS["NVFP4"]
+    divisors = torch.rand(500) * 3000 + 1
+    for divisor in divisors:
+        record = layer(key, (4, 16)).with_tensors(global_scale=(1.0 / divisor.double()).reshape(1, 1))
+        tensors = CT.write(record, key)
+        assert tensors["weight_global_scale"] == divisor
+        back = CT.read(StoredLayer(key, "nvfp4-pack-quantized"), tensors, (4, 16))
+        assert torch.equal(back["global_scale"], record["global_scale"])
+
+
 # --- act-order -------------------------------------------------------------------------------------------------------
 
 
