@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError, ShapeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
@@ -58,6 +59,24 @@ def test_native_fp8_is_written_and_verified(source: Path, tmp_path: Path, scheme
         "fp8",
         "fbgemm_fp8",
     )
+
+
+@pytest.mark.parametrize("format", formats())
+def test_every_format_that_holds_a_preset_writes_it(source: Path, tmp_path: Path, format: str) -> None:  # noqa: A002
+    """What a format takes it writes, and what it wrote verifies against the source."""
+    wrote = []
+    for scheme in ("W4A16", "FP8_DYNAMIC"):
+        key = PRESETS[scheme].rules[0].key
+        size = 32 if key.weight.element.is_integer else None
+        try:
+            quantize(source, tmp_path / scheme, scheme, group_size=size, format=format)
+        except ShapeError as refused:  # the format says what it cannot hold
+            assert format in str(refused)
+            continue
+        result = verify(tmp_path / scheme, source)
+        assert result.passed, result.checks
+        wrote.append(scheme)
+    assert wrote
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "qwen2", "qwen3_moe", "mixtral", "gpt_neox"])
