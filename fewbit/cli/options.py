@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it.")]
+ModelFolder = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it, or a .gguf file.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 Scheme = Annotated[
     str, typer.Option("--scheme", "-s", help="Preset: W4A16, W8A8, FP8_DYNAMIC, NVFP4A16, MXFP4A16, ...")

@@ -79,10 +79,11 @@ def _check_layers(
 ) -> None:
     recorded = {layer["name"]: layer for layer in _report(stored).get("layers", [])}
     originals = StoredCheckpoint.open(against).folder if against else None
+    zero_scales = stored.format is not None and stored.format.zero_scales
     count, different, poor, unsound = 0, [], [], []
     for layer in decoded_layers(stored):
         count += 1
-        if fault := _fault(layer):
+        if fault := _fault(layer, zero_scales):
             unsound.append(f"{layer.name}: {fault}")
         known = recorded.pop(layer.name, None)
         if known and known["sha256"] != weight_hash(layer.numbers):
@@ -93,7 +94,8 @@ def _check_layers(
                 poor.append(f"{layer.name} at {ratio:.1f} dB")
         if on_layer is not None:
             on_layer(layer.name)
-    result.add("scales and codes", not unsound, _outcome(unsound, f"{count} quantized layers finite, no zero scale"))
+    sound = f"{count} quantized layers finite" + ("" if zero_scales else ", no zero scale")
+    result.add("scales and codes", not unsound, _outcome(unsound, sound))
     if _report(stored):
         different += [f"{name} (missing)" for name in recorded]
         result.add("decoded weights", not different, _outcome(different, "equal to what was in memory when written"))
@@ -101,9 +103,11 @@ def _check_layers(
         result.add("weights against source", not poor, _outcome(poor, f"every layer above {POOR_SQNR_DB:g} dB"))
 
 
-def _fault(layer: DecodedLayer) -> str:
+def _fault(layer: DecodedLayer, zero_scales: bool) -> str:
     if not bool(layer.numbers.isfinite().all()):
         return "decodes to NaN or infinity"
+    if zero_scales:
+        return ""
     scale = decode(layer.record["scale"], layer.record.key.scale.element)
     return "" if bool((scale != 0).all()) else "has a scale of zero"
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from fewbit.algorithms.statistics import InputStatistics
+from fewbit.checkpoints.registry import opener_of
 from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 
@@ -59,11 +60,14 @@ def read_text(path: str | Path | None) -> tuple[str, str]:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, or of a file that a plugin reads.
 
     Raises:
         ModelError: the folder has none that transformers can read.
     """
+    opener = opener_of(Path(folder))
+    if opener is not None:
+        return opener.tokenizer(Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:

@@ -24,6 +24,7 @@ class InspectedModule:
         shape: logical shape of its weight; of its largest tensor for a plain module.
         bytes: of all its tensors.
         dtypes: safetensors dtypes of its tensors.
+        roles: roles that its hub record may have; empty for a plain module.
     """
 
     name: str
@@ -32,6 +33,7 @@ class InspectedModule:
     shape: tuple[int, ...]
     bytes: int
     dtypes: tuple[str, ...]
+    roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,4 +100,5 @@ def _inspected(
         return InspectedModule(module, None, "", largest.shape, held, dtypes)
     present = [spec for spec in stored.format.specs(described) if spec.name in headers]
     shape = largest_shape(present, headers)
-    return InspectedModule(module, described.key, described.variant, shape, held, dtypes)
+    roles = stored.format.roles(described)
+    return InspectedModule(module, described.key, described.variant, shape, held, dtypes, roles)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from fewbit.checkpoints.registry import opener_of
 from fewbit.errors import ModelError
 
 
@@ -89,11 +90,15 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """transformers' configuration of a model folder, without its quantization.
+    """transformers' configuration of a model folder, or of a file that a plugin reads, without its quantization.
 
     Raises:
         ModelError: the folder has no configuration that transformers knows.
     """
+    opener = opener_of(folder)
+    if opener is not None:
+        opened: PretrainedConfig = opener.model_config(folder)
+        return opened
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json.", "Give a folder as save_pretrained writes it.")
     try:

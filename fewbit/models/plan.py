@@ -9,6 +9,7 @@ from pathlib import Path
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.registry import family_of, linear_kernels
@@ -118,6 +119,10 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
             f"{source} is quantized already ({stored.format.name}, says {stored.decided_by}).",
             "Give the unquantized model.",
         )
+    if not isinstance(stored.folder, TensorFolder):
+        raise CheckpointError(
+            f"{source} is no folder of safetensors, and quantize reads no other source.", "Convert it to one first."
+        )
     checkpoint = _format(recipe.format)
     config = read_config(source)
     dtype = float_element(config_dtype(config))
@@ -138,6 +143,11 @@ def _format(name: str) -> CheckpointFormat:
     found = formats().get(name)
     if found is None:
         raise SchemeError(f"Unknown checkpoint format {name!r}.", closest(name, formats()))
+    if not found.in_safetensors:
+        raise SchemeError(
+            f"{name} is no format for a folder of safetensors, which is what quantize writes.",
+            closest("", [known for known, other in formats().items() if other.in_safetensors]),
+        )
     return found
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from fewbit.checkpoints.files import CheckpointFiles
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
-from fewbit.checkpoints.registry import find_format, quantization_config
-from fewbit.checkpoints.tensor_files import TensorFolder, by_module
+from fewbit.checkpoints.registry import find_format, open_files, quantization_config
+from fewbit.checkpoints.tensor_files import by_module
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.scheme import Scheme
 
@@ -24,19 +25,19 @@ class StoredCheckpoint:
         decided_by: the file and field that said what it is, empty for a plain checkpoint.
     """
 
-    folder: TensorFolder
+    folder: CheckpointFiles
     format: CheckpointFormat | None = None
     scheme: Scheme | None = None
     decided_by: str = ""
 
     @classmethod
     def open(cls, path: str | Path) -> StoredCheckpoint:
-        """Opens a folder and recognizes its format from headers and configuration alone.
+        """Opens a folder, or a file that a plugin reads; headers and configuration alone say which format it is.
 
         Raises:
             CheckpointError: the folder or its configuration cannot be read.
         """
-        folder = TensorFolder(Path(path))
+        folder = open_files(Path(path))
         found = quantization_config(folder)
         checkpoint = find_format(found[0]) if found else None
         if found is None or checkpoint is None:
