@@ -10,8 +10,9 @@ PIP_TORCH ?=
 TRANSFORMERS ?= transformers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# A test's sizes are small: a second thread pool would only wait for the first.
 TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One process a core and one thread a process: the tests' matrices are small, threads would only wait for one another.
+PYTEST = OMP_NUM_THREADS=1 $(TEST_ENV) $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 .PHONY: demo test test-fast test-model test-peer test-quality test-oldest check format clean
 
@@ -20,19 +21,19 @@ demo: $(VENV)/demo.stamp
 
 # The whole suite. The groups below are parts of it.
 test: $(VENV)/dev.stamp
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(VENV)/dev.stamp  # no model, no other project's code
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not model and not peer and not quality"
+	$(PYTEST) -m "not model and not peer and not quality"
 
 test-model: $(VENV)/dev.stamp  # on SmolLM2-135M
-	$(TEST_ENV) $(BIN)/python -m pytest -m "model and not quality"
+	$(PYTEST) -m "model and not quality"
 
 test-peer: $(VENV)/dev.stamp  # against stock transformers and compressed-tensors
-	$(TEST_ENV) $(BIN)/python -m pytest -m peer
+	$(PYTEST) -m peer
 
 test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against published figures
-	$(TEST_ENV) $(BIN)/python -m pytest -m quality
+	$(PYTEST) -m quality
 
 test-oldest:  # everything on the oldest transformers that is supported, in an environment of its own
 	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS="transformers==5.17.0"

@@ -28,8 +28,8 @@ settings.load_profile("fewbit")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # each test process has a core to itself
 
 
 @pytest.fixture(autouse=True)

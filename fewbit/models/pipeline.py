@@ -17,7 +17,7 @@ import fewbit
 from fewbit.algorithms.interface import Algorithm, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
-from fewbit.checkpoints.dtypes import nbytes
+from fewbit.checkpoints.dtypes import header_of, nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folder
 from fewbit.checkpoints.registry import formats
@@ -29,9 +29,10 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.plan import Plan, PlannedLayer
-from fewbit.numerics import QuantizedTensor, dequantize
+from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
+from fewbit.packing.registry import dequantize_record
 from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
@@ -127,6 +128,7 @@ class _Run:
         self.partial = PartialModel(self.model, self.folder)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
+        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), self.plain()))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result: what is outside the blocks first, then block by block."""
@@ -167,9 +169,17 @@ class _Run:
         record = self._quantize(layer, weight, statistics.get(module))
         assert layer.key is not None
         stored = self.checkpoint.write(record, layer.key)
-        self.outcomes.append(_outcome(layer, weight, record, sum(tensor.nbytes for tensor in stored.values())))
+        self.outcomes.append(_outcome(layer, weight, self._reread(layer, stored), stored))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
+
+    def _reread(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+        """The record as a reader will get it: a format may hold a scale with fewer digits than the hub."""
+        shape = (layer.shape[0], layer.shape[1])
+        headers = {name: header_of(tensor) for name, tensor in stored.items()}
+        described = self.checkpoint.describe(self.scheme, layer.name, headers, layer.class_name, shape)
+        assert described is not None, f"{layer.name} was written as a plain layer"
+        return self.checkpoint.read(described, stored, shape)
 
     def _quantize(self, layer: PlannedLayer, weight: Tensor, statistics: InputStatistics | None) -> QuantizedTensor:
         assert layer.key is not None
@@ -248,15 +258,17 @@ def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
     return float(10 * torch.log10(signal / noise)) if noise > 0 else None
 
 
-def _outcome(layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, held: int) -> LayerOutcome:
-    approximation = dequantize(record)
+def _outcome(
+    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor]
+) -> LayerOutcome:
+    approximation = dequantize_record(record)
     return LayerOutcome(
         layer.name,
         str(layer.key),
         (layer.shape[0], layer.shape[1]),
         sqnr_db(weight, approximation),
         weight_hash(approximation),
-        held,
+        sum(tensor.nbytes for tensor in stored.values()),
     )
 
 

@@ -129,7 +129,11 @@ def test_act_order_is_kept() -> None:
     assert record["order"].shape == (512,)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# GPTQ and AWQ have several versions of which fewbit writes one, whichever a tool chose.
+ONE_VERSION = [name for name in NAMES if not name.startswith(("gptqmodel", "autoawq", "autoround"))]
+
+
+@pytest.mark.parametrize("name", ONE_VERSION)
 def test_every_layer_is_written_as_its_tool_wrote_it(name: str) -> None:
     folder = TensorFolder(folder_of(name))
     found = quantization_config(folder)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from fewbit.errors import CheckpointError
 from fewbit.evaluation.layer_error import decoded_layers
 from fewbit.evaluation.verify import verify
+from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.select import Preference
 from fewbit.methods.embedding import QuantizedEmbedding
 from fewbit.methods.linear import QuantizedLinear
@@ -165,9 +166,9 @@ def test_a_block_of_zeros_is_sound(tmp_path: Path) -> None:
 def test_kernels_are_told_of_minima(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", dtype=torch.float32)
     model = load(write_model(source, tmp_path / "q41.gguf", "Q4_1"), device="cpu")
-    layer = model.model.layers[0].mlp.up_proj
+    key = model.model.layers[0].mlp.up_proj.key
     records = [decoded.record for decoded in decoded_layers(StoredCheckpoint.open(tmp_path / "q41.gguf"))]
-    assert {layer.method.request(layer, record).extras for record in records} == {frozenset({"minimum"})}
+    assert {LinearRequest.of(record, key).extras for record in records} == {frozenset({"minimum"})}
     found = inspect_checkpoint(tmp_path / "q41.gguf")
     assert all("minimum" in layer.roles for layer in found.layers if layer.key)
 
