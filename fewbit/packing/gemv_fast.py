@@ -46,7 +46,7 @@ class GemvFast(Packing):
     def pack(self, codes: Tensor, layout: Layout) -> Tensor:
         apart = fields.fields_of(codes, layout).unflatten(-1, (-1, 2, 4, 4, 2)).unflatten(-6, (-1, ROWS))
         lead = tuple(range(apart.dim() - len(_APART)))
-        nibbles = apart.permute(*lead, *_IN_WORDS).reshape(*codes.shape[:-2], codes.shape[-2] // ROWS, -1)
+        nibbles = apart.permute(*lead, *_IN_WORDS).flatten(-6)
         return fields.stored(fields.words_of(nibbles, 4, 16), layout)
 
     def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:

@@ -49,15 +49,14 @@ class Marlin(Packing):
         # [..., N, K] -> [..., K/16, N/16, 16 of K, 16 of N]: squares, each row-major in K.
         squares = fields.fields_of(codes, layout).unflatten(-1, (-1, _SIDE)).unflatten(-3, (-1, _SIDE))
         lead = tuple(range(squares.dim() - 4))
-        squares = squares.permute(*lead, -2, -4, -1, -3)
-        tiles = squares.reshape(*squares.shape[:-3], -1, ROWS * COLUMNS)
+        tiles = squares.permute(*lead, -2, -4, -1, -3).flatten(-3).unflatten(-1, (-1, ROWS * COLUMNS))
         ordered = tiles[..., _tile_order().to(codes.device)].flatten(-2)
         return fields.narrowed(fields.words_of(ordered, 4, 32), 32)
 
     def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:
         ordered = fields.fields_in(words.to(torch.int64) & 0xFFFFFFFF, 4, 32, words.shape[-1] * 8)
         tiles = ordered.unflatten(-1, (-1, ROWS * COLUMNS))[..., _tile_order().argsort().to(words.device)]
-        squares = tiles.reshape(*tiles.shape[:-2], shape[-2] // _SIDE, _SIDE, _SIDE)
+        squares = tiles.flatten(-2).unflatten(-1, (-1, _SIDE, _SIDE))
         lead = tuple(range(squares.dim() - 4))
         return fields.codes_of(squares.permute(*lead, -3, -1, -4, -2).reshape(shape), layout, element)
 

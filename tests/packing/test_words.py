@@ -149,3 +149,22 @@ def test_marlin_scales_in_groups_and_per_channel_take_different_orders() -> None
 def test_layouts_that_a_packing_does_not_have(name: str, layout: dict[str, int]) -> None:
     with pytest.raises(ShapeError):
         packings()[name].packed_shape((128, 128), Layout(name, **{"bits": 4, "axis": "K", "word_bits": 32} | layout))
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0), (0, 64, 64), (2, 0, 64)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("planar", 3, "K", 32),
+        Layout("interleaved", 4, "N", 32, transposed=True),
+        Layout("gemv_fast", 4, "K", 16),
+        Layout("marlin", 4, "K", 32, transposed=True),
+    ],
+    ids=str,
+)
+def test_empty_tensors(layout: Layout, shape: tuple[int, ...]) -> None:
+    packing = packings()[layout.packing]
+    codes = torch.empty(shape, dtype=torch.uint8)
+    packed = packing.pack(codes, layout)
+    assert tuple(packed.shape) == packing.packed_shape(shape, layout)
+    assert packing.unpack(packed, layout, ELEMENTS[f"uint{layout.bits}"], shape).shape == shape
