@@ -23,7 +23,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--folder", help="Where the models go; kept between runs.")] = Path(
         "fewbit-demo"
     ),
-    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of 512 tokens to evaluate on.")] = 8,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of 512 tokens to evaluate on.")] = 4,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text to evaluate on; built-in prose by default.")
     ] = None,
@@ -97,7 +97,7 @@ def _compare(made: dict[str, Path], text: Path | None, windows: int, quiet: bool
     for label, path in made.items():
         with progress(f"Evaluating {label} on {name}", len(ids) + 1, quiet=quiet) as advance:
             model = load(path, device="cpu")
-            scored = divergence(model.float() if label == "bf16" else model, reference, ids, lambda: advance(1))
+            scored = divergence(reference if path == base else model, reference, ids, lambda: advance(1))
             speed, answers = decode_speed(model, tokenizer, [QUESTION], NEW_TOKENS)
             advance(1)
         found = inspect_checkpoint(path)
