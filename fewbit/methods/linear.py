@@ -92,15 +92,7 @@ class LinearMethod(QuantizeMethodBase):
 
     def request(self, layer: QuantizedLinear, record: QuantizedTensor) -> LinearRequest:
         """What the layer asks of a kernel."""
-        return LinearRequest(
-            self.key,
-            layer.out_features,
-            layer.in_features,
-            dtype=float_element(self.placement.dtype).name,
-            layout=record.layout,
-            has_order="order" in record,
-            has_input_scale="input_scale" in record or "input_global_scale" in record,
-        )
+        return LinearRequest.of(record, self.key, float_element(self.placement.dtype).name)
 
     def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
         if layer.prepared is None or layer.choice is None:
