@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewbit.checkpoints.flat_blocks import collect_blocks, group_of_blocks, spread_blocks
+from fewbit.checkpoints.flat_blocks import block_count, collect_blocks, group_of_blocks, spread_blocks
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import ELEMENTS, F32
@@ -94,8 +94,9 @@ class QuantState:
     def require(self, kind: str, block: int, nested: bool, shape: tuple[int, int]) -> None:
         """Raises CheckpointError where the tensors are not what the state says; `shape` may be one rank's rows."""
         rows = self.shape[0] if shape[0] and self.shape[0] % shape[0] == 0 else -1
-        said = (self.kind, self.block, self.nested_offset is not None, self.shape)
-        if said != (kind, block, nested, (rows, shape[1])):
+        said = (self.kind, block_count(shape, self.block), self.nested_offset is not None, self.shape)
+        # The sizes of the tensors tell block sizes apart only where there is more than one block.
+        if said != (kind, block_count(shape, block), nested, (rows, shape[1])):
             raise CheckpointError(
                 f"The quantization state says {self.kind} in blocks of {self.block} of {list(self.shape)}"
                 f"{', nested' if said[2] else ''}; the tensors are {kind} in blocks of {block} of {list(shape)}"
