@@ -151,7 +151,7 @@ class ModelOpt(LinearFormat):
     ) -> list[StoredLayer]:
         def has_rank_of_file(stored: StoredLayer) -> bool:
             return all(
-                len(spec.shape) == len(headers[spec.name].shape)
+                spec.shape is None or len(spec.shape) == len(headers[spec.name].shape)
                 for spec in self.weight_specs(stored)
                 if spec.name in headers
             )
@@ -173,7 +173,7 @@ class ModelOpt(LinearFormat):
             )
         return super().describe(scheme, module, headers, class_name, shape)
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "global_scale":
                 return global_multiplier("weight_scale_2", tensor).reshape(1, 1)

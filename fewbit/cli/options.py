@@ -21,7 +21,12 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option("--ignore", help="Leave layers as they are: a name, whole segments of one, a glob, or re:REGEX."),
 ]
-Format = Annotated[str, typer.Option("--format", help="Checkpoint format to write: compressed-tensors, fp8, gptq, awq, modelopt, quark, ...")]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format", help="Checkpoint format to write: compressed-tensors, fp8, gptq, awq, modelopt, quark, ..."
+    ),
+]
 ShortLastGroup = Annotated[
     bool, typer.Option("--short-last-group", help="Allow a group size that does not divide the input features.")
 ]
