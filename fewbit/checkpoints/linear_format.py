@@ -40,6 +40,9 @@ class LinearFormat(CheckpointFormat):
     scale_names: ClassVar[tuple[str, ...]] = ("weight_scale",)
     """Names that the tensor of first-level scales may have."""
 
+    unsupported: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Tensors that change a layer's numbers in a way fewbit cannot run: name -> (what it is, what to do)."""
+
     companions: ClassVar[frozenset[str]]
     """Names of tensors that mean nothing without a quantized weight, `scale_names` included."""
 
@@ -94,6 +97,9 @@ class LinearFormat(CheckpointFormat):
         class_name: str = "Linear",
         shape: tuple[int, int] | None = None,
     ) -> StoredLayer | None:
+        for tensor in self.unsupported.keys() & headers.keys():
+            what, hint = self.unsupported[tensor]
+            raise CheckpointError(f"{module} stores {tensor}, {what}, which is not supported.", hint)
         if not self._is_quantized(module, headers):
             return None
         configured = scheme.key_for(module, class_name, type(self).matcher)

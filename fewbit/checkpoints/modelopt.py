@@ -26,7 +26,7 @@ from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, global_multiplier, require_finite, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.checkpoints.modelopt_config import ALGORITHMS, config_of, context_of, matches_modelopt, scheme_of
-from fewbit.errors import CheckpointError, OutputError
+from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration
 from fewbit.spec.element import E2M1, E4M3
@@ -86,6 +86,9 @@ class ModelOpt(LinearFormat):
     name: ClassVar[str] = "modelopt"
     quant_methods: ClassVar[tuple[str, ...]] = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
     matcher: ClassVar[Matcher] = staticmethod(matches_modelopt)
+    unsupported: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "svdquant_lora_a": ("a low-rank product to be added", "Use a checkpoint that was quantized without SVDQuant.")
+    }
     companions: ClassVar[frozenset[str]] = frozenset(
         {"weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale"}
     )
@@ -157,21 +160,6 @@ class ModelOpt(LinearFormat):
             )
 
         return [stored for stored in storages if has_rank_of_file(stored)] or storages
-
-    def describe(
-        self,
-        scheme: Scheme,
-        module: str,
-        headers: Mapping[str, TensorHeader],
-        class_name: str = "Linear",
-        shape: tuple[int, int] | None = None,
-    ) -> StoredLayer | None:
-        if "svdquant_lora_a" in headers:
-            raise CheckpointError(
-                f"{module} stores svdquant_lora_a, a low-rank product to be added, which is not supported.",
-                "Use a checkpoint that was quantized without SVDQuant.",
-            )
-        return super().describe(scheme, module, headers, class_name, shape)
 
     def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
         match role:

@@ -31,7 +31,6 @@ from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, global_multiplier, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.checkpoints.quark_config import PACK_METHODS, UNSIGNED, config_of, matches_quark, scheme_of
-from fewbit.errors import CheckpointError
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration
 from fewbit.packing.registry import packings
@@ -53,6 +52,12 @@ class Quark(LinearFormat):
     name: ClassVar[str] = "quark"
     quant_methods: ClassVar[tuple[str, ...]] = ("quark",)
     matcher: ClassVar[Matcher] = staticmethod(matches_quark)
+    unsupported: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "input_rotation": (
+            "a rotation of its input at run time",
+            "Use a checkpoint whose rotations were folded into the weights.",
+        )
+    }
     companions: ClassVar[frozenset[str]] = frozenset(
         {
             "weight_scale",
@@ -89,21 +94,6 @@ class Quark(LinearFormat):
 
         best = max(agreement(stored) for stored in storages)
         return [stored for stored in storages if agreement(stored) == best]
-
-    def describe(
-        self,
-        scheme: Scheme,
-        module: str,
-        headers: Mapping[str, TensorHeader],
-        class_name: str = "Linear",
-        shape: tuple[int, int] | None = None,
-    ) -> StoredLayer | None:
-        if "input_rotation" in headers:
-            raise CheckpointError(
-                f"{module} stores input_rotation, a rotation of its input at run time, which is not supported.",
-                "Use a checkpoint whose rotations were folded into the weights.",
-            )
-        return super().describe(scheme, module, headers, class_name, shape)
 
     def layouts(self, stored: StoredLayer) -> tuple[Layout, Layout]:
         found = _storage(stored)

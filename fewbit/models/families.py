@@ -6,13 +6,13 @@ linear layers. It then has no joined projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from fewbit.errors import ModelError
+from fewbit.models.replace import submodule
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -52,7 +52,7 @@ def family_of_model(model: PreTrainedModel) -> ModelFamily:
         ModelError: the model has no list of decoder blocks with linear layers.
     """
     row = FAMILIES.get(model.config.get_text_config().model_type)
-    if row is not None and isinstance(_submodule(model, row.blocks), nn.ModuleList):
+    if row is not None and isinstance(submodule(model, row.blocks), nn.ModuleList):
         return row
     candidates = [(len(module), path) for path, module in model.named_modules() if _is_block_list(module)]
     if not candidates:
@@ -76,18 +76,6 @@ def joined_members(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
             members = tuple(f"{block}.{name}" for name in joined)
             groups |= dict.fromkeys(members, members)
     return groups
-
-
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every plain linear layer by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _is_block_list(module: nn.Module) -> bool:
