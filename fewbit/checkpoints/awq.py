@@ -152,13 +152,13 @@ class Awq(WordFormat):
             specs.append(TensorSpec("zero_point", "qzeros", zeros, zero_dtype, optional=weight.symmetric))
         return tuple(specs)
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         record = super().read(stored, tensors, shape)
         if stored.variant == "gemv_fast":
             return record.with_tensors(zero_point=_zero_points(record["zero_point"], record["scale"]))
         return record
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         groups = stored.key.weight.granularity.scale_shape(shape)[1]
         match stored.variant, role:
             case "gemv", "scale":

@@ -142,7 +142,7 @@ class CompressedTensors(LinearFormat):
         zero_point = TensorSpec("input_zero_point", "input_zero_point", (ONE,), "int8")
         return (scale,) if key.symmetric else (scale, zero_point)
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "zero_point" if stored.key.weight.symmetric:
                 return None
@@ -203,7 +203,7 @@ def _holds_activation(key: QuantKey) -> bool:
     return key.granularity.kind == "tensor" or (key.is_dynamic and key.granularity.kind in ("token", "group"))
 
 
-def _check_shape(stored: Tensor, shape: tuple[int, int]) -> None:
+def _check_shape(stored: Tensor, shape: tuple[int, ...]) -> None:
     """weight_shape names the whole layer; `shape` may be one rank's share of it."""
     whole = [int(extent) for extent in stored]
     if any(extent < 1 or extent % share for extent, share in zip(whole, shape, strict=True)):

@@ -144,7 +144,7 @@ class Gptq(WordFormat):
             TensorSpec("order", "g_idx", (COLUMNS,), "int32", optional=True),
         )
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         if role == "order":
             return stated_order("g_idx", tensor, stored.key.weight)
         return super().to_hub(stored, role, tensor, shape)

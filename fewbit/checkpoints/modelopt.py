@@ -154,14 +154,14 @@ class ModelOpt(LinearFormat):
     ) -> list[StoredLayer]:
         def has_rank_of_file(stored: StoredLayer) -> bool:
             return all(
-                len(spec.shape) == len(headers[spec.name].shape)
+                spec.shape is None or len(spec.shape) == len(headers[spec.name].shape)
                 for spec in self.weight_specs(stored)
                 if spec.name in headers
             )
 
         return [stored for stored in storages if has_rank_of_file(stored)] or storages
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "global_scale":
                 return global_multiplier("weight_scale_2", tensor).reshape(1, 1)

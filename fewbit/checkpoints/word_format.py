@@ -35,14 +35,14 @@ class WordFormat(LinearFormat):
     def activation_specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
         return ()
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         record = super().read(stored, tensors, shape)
         packings()[record.layout.packing].packed_shape(
             shape, record.layout
         )  # refuses shapes that its words cannot hold
         return record
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "scale":
                 return tensor.T.contiguous()
@@ -61,7 +61,7 @@ class WordFormat(LinearFormat):
                 return packings()[layout.packing].pack(zeros.to(record["scale"].device), layout)
         return super().to_disk(stored, spec, record)
 
-    def warn_of_shifted_zeros(self, stored: StoredLayer, words: Tensor, shape: tuple[int, int]) -> None:
+    def warn_of_shifted_zeros(self, stored: StoredLayer, words: Tensor, shape: tuple[int, ...]) -> None:
         """Warns where the zero points of a symmetric layer, which are not read, are all one beside the middle.
 
         That is what a file looks like that has one version's zero points under the other version's name. An asymmetric

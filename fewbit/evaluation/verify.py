@@ -13,7 +13,7 @@ import torch
 
 from fewbit.errors import FewbitError
 from fewbit.evaluation.divergence import divergence
-from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers
+from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
 from fewbit.models.calibration import builtin_text, load_tokenizer, token_windows
 from fewbit.models.load import load
 from fewbit.models.pipeline import REPORT_FILE, sqnr_db, weight_hash
@@ -89,7 +89,7 @@ def _check_layers(
         if known and known["sha256"] != weight_hash(layer.numbers):
             different.append(layer.name)
         if originals is not None:
-            ratio = sqnr_db(originals.load(f"{layer.name}.weight"), layer.numbers)
+            ratio = sqnr_db(source_weight(originals, layer), layer.numbers)
             if ratio is not None and ratio < POOR_SQNR_DB:
                 poor.append(f"{layer.name} at {ratio:.1f} dB")
         if on_layer is not None:

@@ -20,6 +20,7 @@ from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
+from fewbit.models.stacked_experts import replace_stack, stack_shape
 from fewbit.models.stored import StoredCheckpoint
 
 Progress = Callable[[int], None]
@@ -93,7 +94,7 @@ class _Loader:
     def __init__(self, model: PreTrainedModel, stored: StoredCheckpoint, placement: Placement) -> None:
         self.model, self.stored, self.placement = model, stored, placement
         self.tied = tied_names(model)
-        self.destinations = Destinations(model, stored.modules)
+        self.destinations = Destinations(model, stored.modules, stored.split)
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
@@ -106,9 +107,11 @@ class _Loader:
             plain = submodule(self.model, path)
             class_name = type(plain).__name__ if plain is not None else ""
             classes.append((module, class_name))
-            described = self.stored.describe(module, class_name or "Linear", matrix_shape(plain))
+            stack = stack_shape(self.model, path)
+            shape = stack[1:] if stack is not None else matrix_shape(plain)
+            described = self.stored.describe(module, class_name or "Linear", shape)
             self._compare_with_scheme(module, class_name, described)
-            if described is not None and plain is not None:
+            if described is not None and (plain is not None or stack is not None):
                 self._replace(module, path, plain, described)
         if self.stored.scheme and self.stored.format:
             # Modules that tensors do not show, a tied head for one, are what an entry may mean as well.
@@ -127,11 +130,14 @@ class _Loader:
         if says is not None and described is None and class_name == "Linear":
             self.report.contradictions.append(f"{module} is stored plain, the configuration says {says}")
 
-    def _replace(self, module: str, path: str, plain: nn.Module, described: StoredLayer) -> None:
+    def _replace(self, module: str, path: str, plain: nn.Module | None, described: StoredLayer) -> None:
         assert self.stored.format is not None
         weights = StoredWeights(module, self.stored.format, described, self.stored.modules[module])
-        if isinstance(plain, nn.Linear):
-            replacement: nn.Module = linear_of(plain, LinearMethod(described.key, self.placement, weights))
+        replacement: nn.Module
+        if plain is None:
+            replacement = replace_stack(self.model, path, self.placement, weights)
+        elif isinstance(plain, nn.Linear):
+            replacement = linear_of(plain, LinearMethod(described.key, self.placement, weights))
         elif isinstance(plain, nn.Embedding):
             replacement = embedding_of(plain, EmbeddingMethod(self.placement, weights))
         else:
@@ -140,8 +146,10 @@ class _Loader:
                 "Leave this module unquantized.",
             )
         replacement.method.create_weights(replacement)
-        replace_submodule(self.model, path, replacement)
-        parameters = {f"{module}.{tensor}": f"{path}.{tensor}" for tensor in weights.headers}
+        if plain is not None:
+            replace_submodule(self.model, path, replacement)
+        join, leaf = self.stored.format.join, weights.parameter
+        parameters = {join(module, tensor): f"{path}.{leaf(tensor)}" for tensor in weights.headers}
         self.targets |= parameters
         self.pending[path] = set(parameters.values())
         self.report.layers[module] = described
