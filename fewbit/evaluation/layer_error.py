@@ -45,6 +45,7 @@ def decoded_layers(stored: StoredCheckpoint) -> Iterator[DecodedLayer]:
     config = read_config(path)
     model = build_on_meta(config, config_dtype(config))
     destinations = Destinations(model, stored.modules, stored.split)
+    stored = stored.renamed(destinations.renamed)
     for module in stored.modules:
         path = destinations.module(module)
         built = submodule(model, path)

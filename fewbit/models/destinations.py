@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from transformers import PreTrainedModel
 
@@ -31,6 +31,7 @@ class Destinations:
         self._names = Names(model)
         self._split = split
         self._modules: dict[str, str] = {}
+        self._renamed: dict[str, tuple[str, ...]] = {}
         for module in modules:
             target = self._names.target(f"{module}.weight")
             path = target.name.removesuffix(".weight")
@@ -40,7 +41,17 @@ class Destinations:
             elif (named := expert_by_name(path)) and submodule(model, named[0]) and not submodule(model, path):
                 experts, path = named
                 _take_apart(model, experts)
+            elif path != module:
+                self._renamed[module] = (path,)
             self._modules[module] = path
+
+    @property
+    def renamed(self) -> Mapping[str, tuple[str, ...]]:
+        """Module on disk -> transformers' name for it, where that differs: entries of a configuration may use either.
+
+        Names that only fewbit has, of experts taken apart, are not among them.
+        """
+        return self._renamed
 
     def module(self, stored: str) -> str:
         """Path in the model of a module on disk."""

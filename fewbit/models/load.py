@@ -92,9 +92,10 @@ class _Loader:
     """The state of one load: which stored module goes where, and what is still to come."""
 
     def __init__(self, model: PreTrainedModel, stored: StoredCheckpoint, placement: Placement) -> None:
-        self.model, self.stored, self.placement = model, stored, placement
+        self.model, self.placement = model, placement
         self.tied = tied_names(model)
         self.destinations = Destinations(model, stored.modules, stored.split)
+        self.stored = stored.renamed(self.destinations.renamed)
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -48,6 +49,10 @@ class StoredCheckpoint:
     def modules(self) -> dict[str, dict[str, TensorHeader]]:
         """Headers by module: name of the module on disk -> name below it -> header."""
         return by_module(self.folder.headers, self.split)
+
+    def renamed(self, aliases: Mapping[str, tuple[str, ...]]) -> StoredCheckpoint:
+        """The same checkpoint, entries of whose configuration may mean modules by these names as well."""
+        return self if self.scheme is None else replace(self, scheme=self.scheme.also_called(aliases))
 
     def split(self, name: str) -> tuple[str, str]:
         """(module, name below it) of a tensor's name on disk."""
