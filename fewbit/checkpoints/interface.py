@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
-from fewbit.spec.key import LinearKey
+from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher, matches
 from fewbit.spec.scheme import Scheme
@@ -167,3 +168,19 @@ class CheckpointFormat(ABC):
             layers: module name -> key, every quantized layer.
             plain: names of the linear layers that stay as they are.
         """
+
+    def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+        """`config` with the key of a quantized KV cache.
+
+        Raises:
+            OutputError: the format cannot describe one.
+        """
+        raise OutputError(f"{self.name} cannot describe a KV cache of {key}.", "Leave the KV cache unquantized.")
+
+    def cache_scale(self, attention: str, side: str) -> str:
+        """Name on disk of the scale of an attention module's cached keys (side `k`) or values (`v`).
+
+        Raises:
+            OutputError: the format stores none.
+        """
+        raise OutputError(f"{self.name} stores no scales of the KV cache.", "Leave the KV cache unquantized.")

@@ -68,7 +68,8 @@ _UNSUPPORTED = {
     "NVFP4_SVD": "adds a low-rank product to every layer",
     "W4A8_AWQ": "rounds its dequantized int4 weights to FP8 once more",
 }
-_KV_CACHES = {"FP8": QuantKey.parse(_FP8), "NVFP4": QuantKey.parse(_NVFP4.format(size=16))}
+FP8_CACHE = QuantKey.parse(_FP8)
+_KV_CACHES = {"FP8": FP8_CACHE, "NVFP4": QuantKey.parse(_NVFP4.format(size=16))}
 
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What the names of a language model's layers start with, alone or inside a multimodal one."""

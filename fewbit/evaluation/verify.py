@@ -126,6 +126,8 @@ def _check_model(result: Verification, path: Path, against: str | Path | None) -
     result.add("configuration", not report.contradictions, _outcome(report.contradictions, "agrees with the tensors"))
     carried = f", {len(report.carried)} carried along: {', '.join(report.carried[:3])}" if report.carried else ""
     result.add("tensors", True, f"every tensor has a place in the model{carried}")
+    if report.kv_cache is not None:
+        result.add("KV cache", True, _outcome(list(report.kv_cache.notes), str(report.kv_cache)))
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(16)[None] % vocabulary
     with torch.no_grad():

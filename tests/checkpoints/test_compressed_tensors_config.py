@@ -200,7 +200,7 @@ def test_a_sparse_group() -> None:
         (config(format="nvfp4-e5m3-pack-quantized"), "nvfp4-e5m3-pack-quantized"),
         (config(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (config(ignore="lm_head"), "ignore is 'lm_head'"),
-        (config(kv_cache_scheme={"strategy": "attn_head"}), "kv_cache_scheme"),
+        (config(kv_cache_scheme={"strategy": "channel"}), "kv_cache_scheme has strategy .channel.*tensor, attn_head"),
         (config(transform_config={"config_groups": {"u": {"type": "random-matrix"}}}), "random-matrix"),
         (config(transform_config=["hadamard"]), "transform_config is"),
         (config(sparsity_config="2:4"), "sparsity_config is"),
