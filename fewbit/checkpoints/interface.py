@@ -160,15 +160,6 @@ class CheckpointFormat(ABC):
         """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
         return None
 
-    @abstractmethod
-    def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` to write.
-
-        Args:
-            layers: module name -> key, every quantized layer.
-            plain: names of the linear layers that stay as they are.
-        """
-
     def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
         """`config` with the key of a quantized KV cache.
 
@@ -184,3 +175,12 @@ class CheckpointFormat(ABC):
             OutputError: the format stores none.
         """
         raise OutputError(f"{self.name} stores no scales of the KV cache.", "Leave the KV cache unquantized.")
+
+    @abstractmethod
+    def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` to write.
+
+        Args:
+            layers: module name -> key, every quantized layer.
+            plain: names of the linear layers that stay as they are.
+        """

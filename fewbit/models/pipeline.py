@@ -106,7 +106,7 @@ def quantize_checkpoint(
         writer.finish()
         copy_side_files(source, staging)
         recipe = run.recipe()
-        _write_config(source, staging, run.checkpoint.config(run.keys(), run.plain()))
+        _write_config(source, staging, run.checkpoint.config(run.keys(), plan.plain))
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = run.report(recipe, writer.nbytes, time.monotonic() - started)
         (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
@@ -128,7 +128,7 @@ class _Run:
         self.partial = PartialModel(self.model, self.folder)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
-        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), self.plain()))
+        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), plan.plain))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result: what is outside the blocks first, then block by block."""
@@ -214,15 +214,6 @@ class _Run:
     def keys(self) -> dict[str, Any]:
         """Layer name -> key, for the configuration."""
         return {name: layer.key for name, layer in self.layers.items()}
-
-    def plain(self) -> list[str]:
-        """Names of the layers with a matrix of weights that stay as they are, embeddings excepted.
-
-        A tied head is not on disk, but readers build it and must be told.
-        """
-        named = [layer.name for layer in self.plan.layers if layer.key is None and layer.reason != "embedding"]
-        head = next((n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()), None)
-        return named if head is None or head in named or head in self.layers else [*named, head]
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""

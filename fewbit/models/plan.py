@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats
@@ -54,6 +56,8 @@ class Plan:
     Attributes:
         recipe: with everything resolved.
         layers: every module with a matrix of weights, in the checkpoint's order.
+        plain: names of the layers that stay as they are, embeddings excepted; a tied head is not on disk, but readers
+            build it and must be told.
         bytes_before, bytes_after: of all tensors.
         block_bytes: of the largest decoder block as it is now.
         dtype: element name of the checkpoint's weights.
@@ -62,6 +66,7 @@ class Plan:
 
     recipe: Recipe
     layers: tuple[PlannedLayer, ...]
+    plain: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     block_bytes: int
@@ -109,6 +114,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     Raises:
         SchemeError: a pattern matches nothing, or nothing would be quantized.
         ShapeError: a layer's shape does not fit its key or the format.
+        OutputError: the format cannot describe these layers side by side.
         CheckpointError: the checkpoint cannot be read or is quantized already.
         ModelError: transformers has no model for it.
     """
@@ -128,15 +134,20 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     dtype = float_element(config_dtype(config))
     scheme = recipe.scheme.with_scale_element(dtype)
     recipe = Recipe(**{**vars(recipe), "scheme": scheme, "source": recipe.source or source.resolve().name})
-    layers = _layers(stored, config, recipe)
+    model = build_on_meta(config, config_dtype(config))
+    layers = _layers(stored, model, recipe)
     _check_patterns(recipe, layers)
     _check_shapes(layers, checkpoint, short_last_group)
+    plain = _plain(layers, model)
+    checkpoint.config(
+        {layer.name: layer.key for layer in layers if layer.key}, plain
+    )  # refuses what it cannot describe
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
     after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
-    return Plan(recipe, layers, before, after, _largest_block(stored, layers), dtype.name, cautions)
+    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, cautions)
 
 
 def _format(name: str) -> CheckpointFormat:
@@ -151,9 +162,8 @@ def _format(name: str) -> CheckpointFormat:
     return found
 
 
-def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[PlannedLayer, ...]:
+def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) -> tuple[PlannedLayer, ...]:
     """Every module of the checkpoint with a matrix of weights, and what the scheme says of it."""
-    model = build_on_meta(config, config_dtype(config))
     destinations, blocks = Destinations(model, stored.modules), tuple(f"{path}." for path in blocks_of(model))
     embedding = model.get_input_embeddings()
     layers = []
@@ -173,6 +183,15 @@ def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[P
             reason = "" if key else "ignored by the scheme"
         layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _plain(layers: tuple[PlannedLayer, ...], model: PreTrainedModel) -> tuple[str, ...]:
+    """See `Plan.plain`."""
+    named = [layer.name for layer in layers if layer.key is None and layer.reason != "embedding"]
+    output = model.get_output_embeddings()
+    head = next((name for name, module in model.named_modules() if module is output), None)
+    known = {layer.name for layer in layers}
+    return tuple(named if head is None or head in known else [*named, head])
 
 
 def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:

@@ -17,8 +17,10 @@ from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError, ShapeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
+from fewbit.models.plan import make_plan
 from fewbit.models.quantize import QuantizeOptions, quantize
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.spec import LinearKey, Rule, Scheme
 from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import Recipe
 from tests.tiny_models import save_tiny_model
@@ -194,6 +196,21 @@ def test_mistakes_are_named_before_anything_is_written(
     with pytest.raises(error, match=message.replace("(", r"\(")):
         quantize(source, tmp_path / "q", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "words"), [("gptq", "one checkpoint_format"), ("awq", "one key"), ("auto-round", "one packing_format")]
+)
+def test_layers_that_a_format_cannot_hold_side_by_side_are_named_by_the_plan(
+    source: Path,
+    format: str,
+    words: str,
+) -> None:
+    keys = [LinearKey.parse(f"int4:{zero}group32:f16") for zero in ("asym:", "")]
+    scheme = Scheme("MIXED", (Rule(("re:.*q_proj",), keys[0]), Rule(("Linear",), keys[1])))
+    with pytest.raises(OutputError, match=words):
+        make_plan(source, Recipe(scheme, format))
+    assert make_plan(source, Recipe(scheme, "compressed-tensors")).quantized
 
 
 def test_existing_output_is_left_alone(source: Path, tmp_path: Path) -> None:
