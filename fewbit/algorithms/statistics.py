@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,12 @@ class InputStatistics:
     @classmethod
     def empty(cls) -> InputStatistics:
         return cls(torch.zeros(()))
+
+    @classmethod
+    def of_siblings(cls, others: Iterable[InputStatistics]) -> InputStatistics:
+        """What stands in for an input that was never seen: the largest of others like it, no tokens."""
+        seen = [other.largest for other in others if other.tokens]
+        return cls(torch.stack(seen).amax()) if seen else cls.empty()
 
     def add(self, x: Tensor) -> None:
         """Takes in x [..., K].

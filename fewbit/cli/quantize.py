@@ -59,6 +59,9 @@ def quantize(
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )
+    unreached = [layer["name"] for layer in report["layers"] if layer["note"]]
+    if unreached:
+        console.print(f"[yellow]Note:[/] no calibration token reached {len(unreached)} layers, {unreached[0]} for one.")
     for caution in made.cautions:
         console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
 REPORT_FILE = "quantization_report.json"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
 CALIBRATION_LENGTH = 512
@@ -50,6 +52,9 @@ class LayerOutcome:
         sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
         sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
         bytes: of all the tensors that store it.
+        algorithm: what chose the codes.
+        tokens: of the calibration text that reached it; None where nothing was calibrated.
+        note: what was done for want of tokens, empty where there were some.
     """
 
     name: str
@@ -58,6 +63,9 @@ class LayerOutcome:
     sqnr_db: float | None
     sha256: str
     bytes: int
+    algorithm: str
+    tokens: int | None = None
+    note: str = ""
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
@@ -106,7 +114,7 @@ def quantize_checkpoint(
         writer.finish()
         copy_side_files(source, staging)
         recipe = run.recipe()
-        _write_config(source, staging, run.checkpoint.config(run.keys(), plan.plain))
+        _write_config(source, staging, run.checkpoint.config(run.keys(), plan.plain), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = run.report(recipe, writer.nbytes, time.monotonic() - started)
         (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
@@ -166,12 +174,34 @@ class _Run:
             yield name, self.folder.load(name)
             return
         weight = self.folder.load(name)
-        record = self._quantize(layer, weight, statistics.get(module))
+        found, note = _input_of(module, statistics)
+        record = self._quantize(layer, weight, found)
         assert layer.key is not None
         stored = self.checkpoint.write(record, layer.key)
-        self.outcomes.append(_outcome(layer, weight, self._reread(layer, stored), stored))
+        self.outcomes.append(self._outcome(layer, weight, stored, found, note))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
+
+    def _outcome(
+        self,
+        layer: PlannedLayer,
+        weight: Tensor,
+        stored: Mapping[str, Tensor],
+        statistics: InputStatistics | None,
+        note: str,
+    ) -> LayerOutcome:
+        approximation = dequantize_record(self._reread(layer, stored))
+        return LayerOutcome(
+            layer.name,
+            str(layer.key),
+            (layer.shape[0], layer.shape[1]),
+            sqnr_db(weight, approximation),
+            weight_hash(approximation),
+            sum(tensor.nbytes for tensor in stored.values()),
+            self.plan.recipe.algorithm,
+            None if statistics is None else statistics.tokens,
+            note,
+        )
 
     def _reread(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:
         """The record as a reader will get it: a format may hold a scale with fewer digits than the hub."""
@@ -232,9 +262,26 @@ class _Run:
             "bits_per_weight": self.plan.bits_per_weight,
             "seconds": round(seconds, 3),
             "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
+            "tie_word_embeddings": "untied: the head is quantized apart" if self.plan.unties else "as in the source",
             "layers": [vars(outcome) for outcome in self.outcomes],
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
         }
+
+
+def _input_of(module: str, statistics: Mapping[str, InputStatistics]) -> tuple[InputStatistics | None, str]:
+    """What is known of a layer's input, and a note where no token reached it.
+
+    An expert that no token was sent to takes the largest magnitude that any of its siblings saw.
+    """
+    own = statistics.get(module)
+    if own is None or own.tokens:
+        return own, ""
+    place = _EXPERT.sub(".experts.*.", module)
+    shared = InputStatistics.of_siblings(
+        other for name, other in statistics.items() if _EXPERT.sub(".experts.*.", name) == place
+    )
+    source = "the largest of its siblings" if float(shared.largest) > 0 else "nothing, like all its siblings"
+    return shared, f"no calibration token reached it; its activation scale is from {source}"
 
 
 def weight_hash(numbers: Tensor) -> str:
@@ -249,21 +296,10 @@ def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
     return float(10 * torch.log10(signal / noise)) if noise > 0 else None
 
 
-def _outcome(
-    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor]
-) -> LayerOutcome:
-    approximation = dequantize_record(record)
-    return LayerOutcome(
-        layer.name,
-        str(layer.key),
-        (layer.shape[0], layer.shape[1]),
-        sqnr_db(weight, approximation),
-        weight_hash(approximation),
-        sum(tensor.nbytes for tensor in stored.values()),
-    )
-
-
-def _write_config(source: Path, staging: Path, quantization: dict[str, Any]) -> None:
+def _write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
+    """The source's config.json with its quantization, and without a tie between ends that differ from now on."""
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = quantization
+    if unties:
+        config["tie_word_embeddings"] = False
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")

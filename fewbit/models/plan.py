@@ -61,6 +61,7 @@ class Plan:
         bytes_before, bytes_after: of all tensors.
         block_bytes: of the largest decoder block as it is now.
         dtype: element name of the checkpoint's weights.
+        unties: whether the source ties its head to its embedding, and the head will no longer be equal to it.
         cautions: what other readers of the format are known to refuse, a sentence each.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     bytes_after: int
     block_bytes: int
     dtype: str
+    unties: bool = False
     cautions: tuple[str, ...] = ()
 
     @property
@@ -147,7 +149,9 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
-    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, cautions)
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
+    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, unties, cautions)
 
 
 def _format(name: str) -> CheckpointFormat:
@@ -188,10 +192,14 @@ def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) ->
 def _plain(layers: tuple[PlannedLayer, ...], model: PreTrainedModel) -> tuple[str, ...]:
     """See `Plan.plain`."""
     named = [layer.name for layer in layers if layer.key is None and layer.reason != "embedding"]
+    head = _head(model)
+    return tuple(named if not head or head in {layer.name for layer in layers} else [*named, head])
+
+
+def _head(model: PreTrainedModel) -> str:
+    """Name of the output head; empty where the model has none."""
     output = model.get_output_embeddings()
-    head = next((name for name, module in model.named_modules() if module is output), None)
-    known = {layer.name for layer in layers}
-    return tuple(named if head is None or head in known else [*named, head])
+    return next((name for name, module in model.named_modules() if module is output), "")
 
 
 def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:

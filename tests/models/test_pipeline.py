@@ -199,17 +199,16 @@ def test_mistakes_are_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("format", "words"), [("gptq", "one checkpoint_format"), ("awq", "one key"), ("auto-round", "one packing_format")]
+    ("checkpoint", "words"),
+    [("gptq", "one checkpoint_format"), ("awq", "one key"), ("auto-round", "one packing_format")],
 )
 def test_layers_that_a_format_cannot_hold_side_by_side_are_named_by_the_plan(
-    source: Path,
-    format: str,
-    words: str,
+    source: Path, checkpoint: str, words: str
 ) -> None:
     keys = [LinearKey.parse(f"int4:{zero}group32:f16") for zero in ("asym:", "")]
     scheme = Scheme("MIXED", (Rule(("re:.*q_proj",), keys[0]), Rule(("Linear",), keys[1])))
     with pytest.raises(OutputError, match=words):
-        make_plan(source, Recipe(scheme, format))
+        make_plan(source, Recipe(scheme, checkpoint))
     assert make_plan(source, Recipe(scheme, "compressed-tensors")).quantized
 
 
