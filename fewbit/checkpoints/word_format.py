@@ -8,7 +8,7 @@ scales     float, [K/g, N]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -75,6 +75,24 @@ class WordFormat(LinearFormat):
             warnings.warn(
                 f"A symmetric layer's qzeros hold {layout.offset + shift}, needed {layout.offset} in {stored.variant}: "
                 "another version's rule wrote them. Symmetric layers do not read them.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def warn_of_partial_segments(where: str, patterns: Iterable[str], module: str) -> None:
+    """Warns where a pattern names the module by a part of a dotted segment: `gate` in `gate_proj`.
+
+    Args:
+        where: the entry of the configuration that holds the patterns.
+        patterns: of a rule that asks whether they are a part of the name.
+        module: whose tensors are described.
+    """
+    for pattern in patterns:
+        if pattern in module and f".{pattern.strip('.')}." not in f".{module}.":
+            warnings.warn(
+                f"{where} names {module} by {pattern!r}, a part of a name's segment; the format's rule counts that as "
+                "a match. The stored tensors decide.",
                 UserWarning,
                 stacklevel=2,
             )

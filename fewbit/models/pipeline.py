@@ -30,10 +30,11 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.plan import Plan, PlannedLayer
-from fewbit.numerics import QuantizedTensor
+from fewbit.models.replace import tensor_slot
+from fewbit.numerics import QuantizedTensor, clipped_share, dequantize
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
-from fewbit.packing.registry import dequantize_record
+from fewbit.packing.registry import unpack_record
 from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
@@ -52,6 +53,7 @@ class LayerOutcome:
         sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
         sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
         bytes: of all the tensors that store it.
+        clipped: share of the weights beyond the last code of their scale; None where groups have no fixed place.
         algorithm: what chose the codes.
         tokens: of the calibration text that reached it; None where nothing was calibrated.
         note: what was done for want of tokens, empty where there were some.
@@ -63,6 +65,7 @@ class LayerOutcome:
     sqnr_db: float | None
     sha256: str
     bytes: int
+    clipped: float | None
     algorithm: str
     tokens: int | None = None
     note: str = ""
@@ -190,7 +193,8 @@ class _Run:
         statistics: InputStatistics | None,
         note: str,
     ) -> LayerOutcome:
-        approximation = dequantize_record(self._reread(layer, stored))
+        record = unpack_record(self._reread(layer, stored))
+        approximation = dequantize(record)
         return LayerOutcome(
             layer.name,
             str(layer.key),
@@ -198,6 +202,7 @@ class _Run:
             sqnr_db(weight, approximation),
             weight_hash(approximation),
             sum(tensor.nbytes for tensor in stored.values()),
+            None if "order" in record or "minimum" in record else clipped_share(weight, record),
             self.plan.recipe.algorithm,
             None if statistics is None else statistics.tokens,
             note,
@@ -264,8 +269,13 @@ class _Run:
             "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
             "tie_word_embeddings": "untied: the head is quantized apart" if self.plan.unties else "as in the source",
             "layers": [vars(outcome) for outcome in self.outcomes],
+            "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
         }
+
+    def _has_place(self, name: str) -> bool:
+        """Whether the model class builds a stored tensor; those that it does not build are written as they were."""
+        return tensor_slot(self.model, self.partial.destinations.tensor(name)) is not None
 
 
 def _input_of(module: str, statistics: Mapping[str, InputStatistics]) -> tuple[InputStatistics | None, str]:

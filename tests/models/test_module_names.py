@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fewbit.checkpoints.registry import formats
-from fewbit.errors import SchemeError
+from fewbit.errors import CheckpointError, SchemeError
 from fewbit.evaluation.verify import verify
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.destinations import Destinations
@@ -32,6 +34,10 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     change(config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
 def kinds(model: nn.Module, part: str) -> set[bool]:
@@ -132,3 +138,43 @@ def test_every_format_reports_entries_that_match_nothing(name: str) -> None:
     scheme = Scheme("X", (Rule(("Linear",), key), Rule(("nowhere_at_all",), None)), ("lm_head", "typo_proj"))
     modules = [("model.layers.0.self_attn.q_proj", "Linear"), ("lm_head", "Linear")]
     assert scheme.unmatched(modules, matcher) == ["nowhere_at_all", "typo_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"), [("awq", "modules_to_not_convert"), ("gptq", "modules_in_block_to_quantize")]
+)
+def test_rules_that_take_parts_of_segments_are_followed_and_told_b05(name: str, entry: str, tmp_path: Path) -> None:
+    """B05: b_proj is a part of kv_b_proj to these formats; the reader follows, says so, and lets tensors decide."""
+    source = save_tiny_model(tmp_path / "model")
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, format=name)
+    rewritten(tmp_path / "q", lambda config: config.update({entry: ["p_proj"]}))
+    with pytest.warns(UserWarning, match=f"{entry} names model.layers.[01].mlp.up_proj by 'p_proj', a part of") as told:
+        report = load(tmp_path / "q", device="cpu").fewbit_report
+    assert len(report.layers) == 14
+    assert {str(one.message).split()[2].rpartition(".")[2] for one in told} == {"up_proj"}
+    rewritten(tmp_path / "q", lambda config: config.update({entry: ["mlp.up_proj"]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load(tmp_path / "q", device="cpu")
+
+
+def test_a_hybrid_checkpoint_is_read_by_its_tensors_b16(tmp_path: Path) -> None:
+    """B16: int4 and FP8 layers under a configuration that tells of int4 only; no scale is skipped."""
+    source = save_tiny_model(tmp_path / "model")
+    for scheme, size in (("W4A16", 32), ("FP8_DYNAMIC", None)):
+        quantize(source, tmp_path / scheme, scheme, group_size=size)
+    tensors = load_file(tmp_path / "W4A16" / "model.safetensors")
+    other = load_file(tmp_path / "FP8_DYNAMIC" / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj"
+    mixed = {tensor: value for tensor, value in tensors.items() if not tensor.startswith(f"{name}.")}
+    mixed |= {tensor: value for tensor, value in other.items() if tensor.startswith(f"{name}.")}
+    save_file(mixed, tmp_path / "W4A16" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} should be int4"):
+        load(tmp_path / "W4A16", device="cpu")  # no group of the configuration holds such a layer
+    group = configuration(tmp_path / "FP8_DYNAMIC")["config_groups"]["group_0"] | {"targets": ["re:nothing$"]}
+    rewritten(tmp_path / "W4A16", lambda config: config["config_groups"].update(group_1=group))
+    model = load(tmp_path / "W4A16", device="cpu", dtype=torch.float32)
+    assert str(model.fewbit_report.layers[name].key.weight) == "e4m3:channel:bf16"
+    assert {str(layer.key.weight.element) for layer in model.fewbit_report.layers.values()} == {"int4", "e4m3"}
+    with torch.no_grad():
+        assert bool(model(input_ids=torch.arange(8)[None]).logits.isfinite().all())

@@ -139,15 +139,17 @@ def test_two_runs_write_equal_bytes(source: Path, tmp_path: Path) -> None:
 
 
 def test_side_files_are_copied_and_unknown_tensors_carried(source: Path, tmp_path: Path) -> None:
+    """B71, B72: what the model class does not build is neither lost nor unmentioned."""
     model = shutil.copytree(source, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "modeling_own.py").write_text("x = 1\n")
     (model / "hf_quant_config.json.bak").write_text("{}")
-    tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4)}
+    tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4), "mtp.norm": torch.ones(4)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     report = quantize(model, tmp_path / "q", "W4A16", group_size=32)
     assert (tmp_path / "q" / "chat_template.jinja").exists() and (tmp_path / "q" / "tokenizer.json").exists()
     assert torch.equal(load_file(tmp_path / "q" / "model.safetensors")["mtp.head.weight"], torch.ones(4, 4))
+    assert report["kept"] == ["mtp.head.weight", "mtp.norm"]
     assert report["plain"]["mtp.head"] == "not built by the model class"
 
 
@@ -161,6 +163,7 @@ def test_small_shards_hold_the_same_tensors(source: Path, tmp_path: Path) -> Non
 
 
 def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> None:
+    """B30: by the plan, before any forward pass, with the layers and the choices."""
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
     with pytest.raises(ShapeError, match=r"Group size 64 does not divide .* 96 is 1\.5 times 64 \(model") as caught:
         quantize(source, tmp_path / "q", "W4A16", group_size=64)
