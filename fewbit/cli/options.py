@@ -31,6 +31,9 @@ MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents a
 IntegerRule = Annotated[
     str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
 ]
+KvCache = Annotated[
+    str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
+]
 CalibrationText = Annotated[
     str | None, typer.Option("--calibration-text", help="UTF-8 text for static scales; built-in prose by default.")
 ]

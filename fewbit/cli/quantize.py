@@ -23,6 +23,7 @@ def quantize(
     mx_scale_rule: options.MxRule = "even",
     integer_scale_rule: options.IntegerRule = "full",
     calibration_text: options.CalibrationText = None,
+    kv_cache: options.KvCache = None,
     max_shard_size: options.ShardSize = "5GB",
     json: options.Json = False,
 ) -> None:
@@ -35,7 +36,7 @@ def quantize(
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
-        scheme, group_size, tuple(ignore or ()), format, algorithm, short_last_group, rules, calibration_text
+        scheme, group_size, tuple(ignore or ()), format, algorithm, short_last_group, rules, calibration_text, kv_cache
     )
     shard_bytes = parse_size(max_shard_size)
     made = asked.plan(model)

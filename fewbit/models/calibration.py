@@ -88,6 +88,35 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
     return ids[: available * length].reshape(available, length)
 
 
+class CacheWatch:
+    """Stands in for a key-value cache: hands back what it is given, and keeps the largest magnitude of each head.
+
+    What it is given is what a cache would hold, keys after their rotary embedding.
+
+    Attributes:
+        largest: `k` and `v` -> float32 [heads]; empty until something is cached.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[str, Tensor] = {}
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """keys and values [B, heads, T, size], as attention modules call it.
+
+        Raises:
+            ValueError: they hold NaN or infinity.
+        """
+        for side, states in (("k", keys), ("v", values)):
+            seen = states.abs().amax(dim=(0, -2, -1)).float().cpu()
+            if not bool(seen.isfinite().all()):
+                raise ValueError("calibration produced NaN or infinity")
+            self.largest[side] = torch.maximum(self.largest.get(side, seen), seen)
+        return keys, values
+
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
+
+
 class BlockStream:
     """Hidden states of calibration windows, carried through the blocks one at a time.
 
@@ -113,12 +142,15 @@ class BlockStream:
             self.states.append(state)
         self.arguments[path].append(arguments)
 
-    def through(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
+    def through(
+        self, path: str, layers: Mapping[str, str], cache: CacheWatch | None = None
+    ) -> dict[str, InputStatistics]:
         """Carries the states through the block at `path` and gathers the inputs of its linear layers.
 
         Args:
             path: the block's, in the model.
             layers: name of a layer, whatever the caller calls it -> its path in the model.
+            cache: what to watch the block's keys and values with.
 
         Returns:
             Layer name -> statistics of its input.
@@ -133,7 +165,10 @@ class BlockStream:
                 for name, location in layers.items()
             ]
             for index, state in enumerate(self.states):
-                output = block(state, **self.arguments[path][index])
+                arguments = self.arguments[path][index]
+                if cache is not None:
+                    arguments = arguments | {name: cache for name in _CACHE_ARGUMENTS if name in arguments}
+                output = block(state, **arguments)
                 self.states[index] = output[0] if isinstance(output, tuple) else output
             for handle in handles:
                 handle.remove()

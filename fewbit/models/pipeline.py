@@ -20,11 +20,12 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.dtypes import header_of, nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.kv_scales import attention_modules
 from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folder
 from fewbit.checkpoints.registry import formats
-from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import CheckpointError, ModelError
-from fewbit.models.calibration import BlockStream, Calibration
+from fewbit.models.calibration import BlockStream, CacheWatch, Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
 from fewbit.models.load import Progress
@@ -35,6 +36,7 @@ from fewbit.numerics import QuantizedTensor, clipped_share, dequantize
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
 from fewbit.packing.registry import unpack_record
+from fewbit.spec.granularity import HEAD
 from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
@@ -75,7 +77,8 @@ def plan_needs_calibration(plan: Plan) -> bool:
     """Whether the plan's algorithm or keys need activations."""
     if algorithm(plan.recipe.algorithm).needs_statistics:
         return True
-    return any(layer.key is not None and needs_calibration(layer.key.activation) for layer in plan.layers)
+    keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
+    return any(needs_calibration(key) for key in keys)
 
 
 def quantize_checkpoint(
@@ -117,7 +120,7 @@ def quantize_checkpoint(
         writer.finish()
         copy_side_files(source, staging)
         recipe = run.recipe()
-        _write_config(source, staging, run.checkpoint.config(run.keys(), plan.plain), plan.unties)
+        _write_config(source, staging, run.config(), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = run.report(recipe, writer.nbytes, time.monotonic() - started)
         (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
@@ -139,6 +142,8 @@ class _Run:
         self.partial = PartialModel(self.model, self.folder)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
+        self.cache_key = plan.recipe.scheme.kv_cache
+        self.watches: dict[str, CacheWatch] = {}
         self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), plan.plain))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -149,6 +154,7 @@ class _Run:
             for name in names:
                 yield from self._convert(name, statistics)
                 self.progress(nbytes(self.folder.headers[name]))
+            yield from self._cache_scales(block)
 
     def _units(self) -> dict[str, list[str]]:
         """Stored tensors by the block they belong to; the key of those outside every block is empty."""
@@ -166,9 +172,29 @@ class _Run:
 
         def through(block: str) -> Mapping[str, InputStatistics]:
             inside = [name for name, layer in self.layers.items() if layer.block == block]
-            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside})
+            watch = self.watches.setdefault(block, CacheWatch()) if needs_calibration(self.cache_key) else None
+            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside}, watch)
 
         return through
+
+    def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
+        """The static scales of the block's key-value cache, by their names on disk."""
+        if block not in self.watches or self.cache_key is None:
+            return
+        modules = [name for name in by_module(self.folder.headers) if self._is_in(name, block)]
+        for attention in attention_modules(modules):
+            for side in ("k", "v"):
+                largest = self.watches[block].largest.get(side)
+                if largest is None:
+                    raise ModelError(
+                        f"{attention} caches nothing that fewbit can watch.", "Leave the KV cache unquantized."
+                    )
+                largest = largest.reshape(-1, 1, 1) if self.cache_key.granularity == HEAD else largest.amax().reshape(1)
+                scale = static_input_scales(largest, self.cache_key)["input_scale"]
+                yield self.checkpoint.cache_scale(attention, side), scale
+
+    def _is_in(self, module: str, block: str) -> bool:
+        return self.partial.destinations.module(module).startswith(f"{block}.")
 
     def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
@@ -245,6 +271,11 @@ class _Run:
             largest = torch.stack([self.folder.load(f"{name}.weight").abs().amax().float() for name in members]).amax()
             self.shared[members] = global_scale_of(largest.reshape(1, 1), layer.key.weight)
         return self.shared[members]
+
+    def config(self) -> dict[str, Any]:
+        """The `quantization_config` to write."""
+        config = self.checkpoint.config(self.keys(), self.plan.plain)
+        return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def keys(self) -> dict[str, Any]:
         """Layer name -> key, for the configuration."""

@@ -116,7 +116,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     Raises:
         SchemeError: a pattern matches nothing, or nothing would be quantized.
         ShapeError: a layer's shape does not fit its key or the format.
-        OutputError: the format cannot describe these layers side by side.
+        OutputError: the format cannot describe these layers side by side, or their KV cache.
         CheckpointError: the checkpoint cannot be read or is quantized already.
         ModelError: transformers has no model for it.
     """
@@ -144,6 +144,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     checkpoint.config(
         {layer.name: layer.key for layer in layers if layer.key}, plain
     )  # refuses what it cannot describe
+    _check_kv_cache(recipe, checkpoint)
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
     after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
@@ -187,6 +188,16 @@ def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) ->
             reason = "" if key else "ignored by the scheme"
         layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _check_kv_cache(recipe: Recipe, checkpoint: CheckpointFormat) -> None:
+    key = recipe.scheme.kv_cache
+    if key is None:
+        return
+    if not key.symmetric:
+        raise SchemeError(f"KV caches of {key} are not calibrated: they have zero points.", "Use a symmetric key.")
+    checkpoint.with_kv_cache({}, key)
+    checkpoint.cache_scale("", "k")
 
 
 def _plain(layers: tuple[PlannedLayer, ...], model: PreTrainedModel) -> tuple[str, ...]:

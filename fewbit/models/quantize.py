@@ -19,7 +19,7 @@ from fewbit.models.pipeline import (
 )
 from fewbit.models.plan import Plan, make_plan
 from fewbit.spec.granularity import CHANNEL, group
-from fewbit.spec.presets import preset
+from fewbit.spec.presets import kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
 
 
@@ -35,6 +35,7 @@ class QuantizeOptions:
         algorithm: what chooses the codes.
         short_last_group: whether a group size that does not divide K may leave a shorter last group.
         scale_rules: see `ScaleRules`.
+        kv_cache: name of a key for the KV cache, `fp8` or `fp8_head`; None where it stays as it is.
         calibration_text: UTF-8 file for calibration, None for the built-in prose.
     """
 
@@ -46,6 +47,7 @@ class QuantizeOptions:
     short_last_group: bool = False
     scale_rules: ScaleRules = ScaleRules()
     calibration_text: str | None = None
+    kv_cache: str | None = None
 
     def recipe(self) -> Recipe:
         """The recipe that these options describe.
@@ -54,6 +56,8 @@ class QuantizeOptions:
             SchemeError: the scheme is unknown, or does not take a group size.
         """
         scheme = preset(self.scheme).ignoring(self.ignore)
+        if self.kv_cache is not None:
+            scheme = replace(scheme, kv_cache=kv_cache_preset(self.kv_cache))
         if self.group_size is not None:
             if self.group_size == 0 or self.group_size < -1:
                 raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")

@@ -9,13 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from fewbit.checkpoints.kv_scales import attention_modules, cache_scale_name, cache_scales
 from fewbit.checkpoints.registry import formats
-from fewbit.errors import CheckpointError, OutputError
+from fewbit.errors import CheckpointError, OutputError, SchemeError
 from fewbit.evaluation.verify import verify
+from fewbit.models.calibration import builtin_text, token_windows
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.load import load
+from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
 from fewbit.models.quantize import quantize
 from fewbit.spec import HEAD, QuantKey
 from tests.checkpoints.test_tiny_checkpoints import folder_of
@@ -171,6 +174,56 @@ def test_a_scale_that_nothing_uses_is_an_error_b62(leaf: str, tmp_path: Path) ->
     save_file(plain | {f"model.layers.0.mlp.up_proj.{leaf}": torch.ones(1)}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"up_proj\.{leaf} belongs to a layer that is plain"):
         load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(("family", "cache"), [("llama", "fp8"), ("gemma3_text", "fp8"), ("phi3", "fp8-head")])
+def test_scales_are_those_of_what_is_cached(family: str, cache: str, tmp_path: Path) -> None:
+    """Calibrated after the rotary embedding, against the cache of a whole forward pass of stock transformers."""
+    source = save_tiny_model(tmp_path / "model", family, dtype=torch.float32, max_position_embeddings=1024)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, kv_cache=cache)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    largest: dict[tuple[int, str], Tensor] = {}
+    with torch.no_grad():
+        for batch in windows.split(4):
+            filled = DynamicCache()  # without the configuration, which would cut windows short
+            stock(input_ids=batch, past_key_values=filled, use_cache=True)
+            for layer, held in enumerate(filled.layers):
+                for side, states in (("k", held.keys), ("v", held.values)):
+                    seen = states.abs().amax(dim=(0, 2, 3))
+                    largest[layer, side] = torch.maximum(largest.get((layer, side), seen), seen)
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    for (layer, side), seen in largest.items():
+        scale = tensors[f"model.layers.{layer}.self_attn.{side}_scale"]
+        wanted = seen.reshape(2, 1, 1) if "head" in cache else seen.amax().reshape(1)
+        torch.testing.assert_close(scale, wanted / 448, rtol=1e-4, atol=0)
+    report = load(tmp_path / "q", device="cpu", strict=True).fewbit_report
+    assert report.kv_cache.from_file == 2
+    assert verify(tmp_path / "q", source).passed
+
+
+def test_modelopt_names_scales_by_projections(tmp_path: Path) -> None:
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "FP8_DYNAMIC", format="modelopt", kv_cache="FP8")
+    report = load(tmp_path / "q", device="cpu").fewbit_report
+    assert str(report.kv_cache) == f"KV cache of {FP8}: 2 of 2 layers have scales from the file"
+    assert report.kv_cache.layers[ATTENTION].sources["key"] == f"{ATTENTION}.k_proj.k_scale"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"kv_cache": "fp9"}, SchemeError, "Unknown KV cache 'fp9'"),
+        ({"kv_cache": "fp8", "format": "gptq"}, OutputError, "gptq cannot describe a KV cache"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_refused_first(
+    options: dict[str, str], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    with pytest.raises(error, match=words):
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, **options)
+    assert not (tmp_path / "q").exists()
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
