@@ -197,7 +197,6 @@ class BitsAndBytes(CheckpointFormat):
             return _write_int8(record)
         kind, block = book_of(record), key.weight.granularity.columns
         scale = record.tensors["scale"]
-        nested = isinstance(scale, QuantizedTensor)
         codes = pack_record(record, _LAYOUT)["codes"] if record.layout != _LAYOUT else record["codes"]
         written = {"weight": codes.reshape(-1, 1), "weight.quant_map": record["codebook"]}
         state = QuantState(kind, block, (rows, columns))
@@ -207,7 +206,6 @@ class BitsAndBytes(CheckpointFormat):
             state = replace(state, nested_offset=offset)
         else:
             written["weight.absmax"] = collect_blocks(scale, (rows, columns), block)
-        assert nested == (state.nested_offset is not None)
         return {**written, f"weight.{STATE}{kind}": state.tensor()}
 
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:

@@ -62,6 +62,7 @@ _NOTES = (
     "optimize",
     "round_zero",
 )
+_LONGEST_NOTE = 64
 _QUANTIZED_SCALES = ("scale_q", "zero_q", "meta_scale", "meta_zero", "zero_scale")
 
 
@@ -166,13 +167,18 @@ class Hqq(CheckpointFormat):
         needed = self.specs(replace(stored, shape=shape))[:3]
         word = torch.int32 if form.bits == 3 else torch.uint8
         codes = tensors.get("W_q")
-        if codes is not None and codes.is_floating_point() and "view_as_float" in tensors and tensors["view_as_float"]:
+        if (
+            codes is not None
+            and codes.is_floating_point()
+            and "view_as_float" in tensors
+            and tensors["view_as_float"].any()
+        ):
             tensors = {**tensors, "W_q": codes.contiguous().view(word)}
         reason = misfit(needed, {name: header_of(tensor) for name, tensor in tensors.items()}, (rows, columns))
         if reason:
             raise CheckpointError(f"In a layer of shape {list(shape)}, {reason}.", "The file is damaged.")
         for name in ("quant_scale", "quant_zero"):
-            if name in tensors and bool(tensors[name]):
+            if name in tensors and tensors[name].any():
                 raise CheckpointError(f"{name} is set: the layer's scales are quantized.", "Quantize it again.")
         require_finite("scale", tensors["scale"])
         require_finite("zero", tensors["zero"])
@@ -292,12 +298,22 @@ def _announced(module: str, files: CheckpointFiles) -> dict[str, Any]:
     """Shape, packing and key of a layer by its own tensors."""
     names = ("W_q", "scale", "zero", "packing")
     headers = {name: files.headers[f"{module}.{name}"] for name in names if f"{module}.{name}" in files.headers}
-    shape = files.load(f"{module}.shape").tolist()
-    packing = bytes(files.load(f"{module}.packing").tolist()).decode("ascii", "replace") if "packing" in headers else ""
-    if len(shape) != 2 or not {"W_q", "scale"} <= headers.keys() or headers["scale"].dtype not in SCALE_ELEMENTS:
+    noted = files.headers[f"{module}.shape"]
+    shape = files.load(f"{module}.shape").tolist() if noted == TensorHeader("I64", (2,)) else []
+    packing = _text(files, f"{module}.packing") if "packing" in headers else ""
+    floats = "scale" in headers and headers["scale"].dtype in SCALE_ELEMENTS
+    if len(shape) != 2 or min(shape) < 1 or "W_q" not in headers or not floats:
         raise CheckpointError(f"{module} has shape {shape} and {', '.join(headers)}, needed a matrix.", "Get it again.")
     key = _described(module, headers, (shape[0], shape[1]), packing).key
     return {"shape": shape, "packing": packing, "key": str(key)}
+
+
+def _text(files: CheckpointFiles, name: str) -> str:
+    """A note that is a text; empty where the tensor is none."""
+    header = files.headers[name]
+    if header.dtype != "U8" or len(header.shape) != 1 or header.shape[0] > _LONGEST_NOTE:
+        return ""
+    return bytes(files.load(name).tolist()).decode("ascii", "replace")
 
 
 def _described(module: str, headers: Mapping[str, TensorHeader], shape: tuple[int, int], packing: str) -> StoredLayer:

@@ -220,3 +220,31 @@ def test_integer_zero_points_are_not_written() -> None:
     record = layer(key)
     with pytest.raises(OutputError, match="float zero points"):
         HQQ.write(record.with_tensors(zero_point=torch.ones_like(record["zero_point"], dtype=torch.uint8)), key)
+
+
+@pytest.mark.parametrize(
+    ("note", "value"),
+    [
+        ("shape", torch.tensor([16.0, 64.0])),
+        ("shape", torch.tensor([16, 64, 1])),
+        ("shape", torch.tensor([-16, -64])),
+        ("shape", torch.tensor(1024)),
+        ("scale", torch.zeros(64, 1, dtype=torch.int8)),
+    ],
+    ids=["floats", "three", "negative", "number", "integer scales"],
+)
+def test_notes_of_another_kind_are_named(note: str, value: Tensor, tmp_path: Path) -> None:
+    tensors = random_layer((16, 64), 4, 16, 1)[0] | {note: value}
+    save_file({f"x.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"^x"):
+        recognize(TensorFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.rand(7), torch.zeros(1000, dtype=torch.uint8), torch.tensor(4)], ids=["floats", "long", "number"]
+)
+def test_a_packing_that_is_no_text_is_passed_over(value: Tensor, tmp_path: Path) -> None:
+    tensors = random_layer((16, 64), 4, 16, 1)[0] | {"packing": value}
+    save_file({f"x.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    found = recognize(TensorFolder(tmp_path))
+    assert found is not None and found[1]["layers"]["x"]["packing"] == ""
