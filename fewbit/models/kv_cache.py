@@ -1,14 +1,52 @@
-"""What a checkpoint says of a quantized KV cache, and the scales that it has for it."""
+"""Quantized KV caches: what calibration shows of them, what a checkpoint says of them and which scales it has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fewbit.checkpoints.kv_scales import LayerCacheScales, attention_modules, cache_scale_name, cache_scales
+from fewbit.numerics.activations import static_input_scales
+from fewbit.spec.granularity import HEAD
 from fewbit.spec.key import QuantKey
+
+
+class CacheWatch:
+    """Stands in for a key-value cache: hands back what it is given, and keeps the largest magnitude of each head.
+
+    What it is given is what a cache would hold, keys after their rotary embedding.
+
+    Attributes:
+        largest: `k` and `v` -> float32 [heads]; empty until something is cached.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[str, Tensor] = {}
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """keys and values [B, heads, T, size], as attention modules call it.
+
+        Raises:
+            ValueError: they hold NaN or infinity.
+        """
+        for side, states in (("k", keys), ("v", values)):
+            seen = states.abs().amax(dim=(0, -2, -1)).float().cpu()
+            if not bool(seen.isfinite().all()):
+                raise ValueError("calibration produced NaN or infinity")
+            self.largest[side] = torch.maximum(self.largest.get(side, seen), seen)
+        return keys, values
+
+    def scale(self, side: str, key: QuantKey) -> Tensor | None:
+        """Static scale of a side, float32 [1] or [heads, 1, 1]; None where nothing was cached."""
+        largest = self.largest.get(side)
+        if largest is None:
+            return None
+        largest = largest.reshape(-1, 1, 1) if key.granularity == HEAD else largest.amax().reshape(1)
+        return static_input_scales(largest, key)["input_scale"]
 
 
 @dataclass(frozen=True)

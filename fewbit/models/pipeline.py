@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fewbit
-from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.algorithms.interface import Algorithm, BlockTask, LayerResult, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.dtypes import header_of, nbytes
@@ -25,9 +25,11 @@ from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folde
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import CheckpointError, ModelError
-from fewbit.models.calibration import BlockStream, CacheWatch, Calibration
+from fewbit.models.block_stream import BlockStream, Output
+from fewbit.models.calibration import Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
+from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.plan import Plan, PlannedLayer
@@ -35,8 +37,7 @@ from fewbit.models.replace import tensor_slot
 from fewbit.numerics import QuantizedTensor, clipped_share, dequantize
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
-from fewbit.packing.registry import unpack_record
-from fewbit.spec.granularity import HEAD
+from fewbit.packing.registry import dequantize_record, unpack_record
 from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
@@ -55,8 +56,9 @@ class LayerOutcome:
         sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
         sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
         bytes: of all the tensors that store it.
+        method: what chose its codes.
+        loss: see `LayerResult`.
         clipped: share of the weights beyond the last code of their scale; None where groups have no fixed place.
-        algorithm: what chose the codes.
         tokens: of the calibration text that reached it; None where nothing was calibrated.
         note: what was done for want of tokens, empty where there were some.
     """
@@ -67,15 +69,16 @@ class LayerOutcome:
     sqnr_db: float | None
     sha256: str
     bytes: int
+    method: str
+    loss: float | None
     clipped: float | None
-    algorithm: str
-    tokens: int | None = None
-    note: str = ""
+    tokens: int | None
+    note: str
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
     """Whether the plan's algorithm or keys need activations."""
-    if algorithm(plan.recipe.algorithm).needs_statistics:
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
         return True
     keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
     return any(needs_calibration(key) for key in keys)
@@ -89,6 +92,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -99,6 +103,7 @@ def quantize_checkpoint(
         calibration: token windows, needed where `plan_needs_calibration` says so.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
+        device: where blocks run and codes are chosen.
 
     Returns:
         The report, which is also written to `quantization_report.json`.
@@ -113,7 +118,7 @@ def quantize_checkpoint(
     started = time.monotonic()
     source = Path(source)
     with staged_folder(Path(output)) as staging:
-        run = _Run(source, plan, calibration, progress or (lambda _: None))
+        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device))
         writer = ShardWriter(staging, max_shard_bytes)
         for name, tensor in run.tensors():
             writer.add(name, tensor)
@@ -130,31 +135,36 @@ def quantize_checkpoint(
 class _Run:
     """The state of one pass over a checkpoint."""
 
-    def __init__(self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress) -> None:
-        self.plan, self.calibration, self.progress = plan, calibration, progress
+    def __init__(
+        self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
+    ) -> None:
+        self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
-        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm)
+        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
         self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
-        self.model = build_on_meta(config, config_dtype(config))
-        self.partial = PartialModel(self.model, self.folder)
+        # Few CPUs multiply 16-bit floats as fast as float32.
+        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+        self.partial = PartialModel(self.model, self.folder, device)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
+        self.seen: dict[str, InputStatistics] = {}  # inputs of the layers of the block at hand
         self.cache_key = plan.recipe.scheme.kv_cache
-        self.watches: dict[str, CacheWatch] = {}
+        self.watch = CacheWatch()
         self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), plan.plain))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result: what is outside the blocks first, then block by block."""
-        statistics_of = self._statistics()
+        stream = self._stream()
         for block, names in self._units().items():
-            statistics = statistics_of(block) if block else {}
+            results = self._through(stream, block) if stream is not None and block else {}
             for name in names:
-                yield from self._convert(name, statistics)
+                yield from self._convert(name, results)
                 self.progress(nbytes(self.folder.headers[name]))
-            yield from self._cache_scales(block)
+            if block:
+                yield from self._cache_scales(block)
 
     def _units(self) -> dict[str, list[str]]:
         """Stored tensors by the block they belong to; the key of those outside every block is empty."""
@@ -165,73 +175,95 @@ class _Run:
             units[next((path for prefix, path in prefixes.items() if target.startswith(prefix)), "")].append(name)
         return units
 
-    def _statistics(self) -> Callable[[str], Mapping[str, InputStatistics]]:
+    def _stream(self) -> BlockStream | None:
         if self.calibration is None or not plan_needs_calibration(self.plan):
-            return lambda _: {}
-        stream = BlockStream(self.model, self.partial.filled, self.calibration.windows)
+            return None
+        windows = self.calibration.windows.to(self.device)
+        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
 
-        def through(block: str) -> Mapping[str, InputStatistics]:
-            inside = [name for name, layer in self.layers.items() if layer.block == block]
-            watch = self.watches.setdefault(block, CacheWatch()) if needs_calibration(self.cache_key) else None
-            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside}, watch)
+    def _through(self, stream: BlockStream, block: str) -> dict[str, LayerResult]:
+        """Carries calibration through a block and quantizes its layers by what it shows.
 
-        return through
+        An algorithm that works on Gram matrices sees what the quantized layers before each layer put out; for static
+        activation scales alone the block runs as it is.
+        """
+        inside = {
+            name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
+        }
+        results: dict[str, LayerResult] = {}
+        self.seen = seen = {}
+        stream.watch = self.watch = CacheWatch()
+
+        def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
+            found = self._quantize(names, statistics)
+            results.update(found)
+            seen.update(dict.fromkeys(names, statistics))
+            return _weights(found)
+
+        def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
+            tasks = {name: self._task(self.layers[name], statistics) for name, statistics in seen.items()}
+            task = BlockTask(tasks, dict(results), len(stream.states), output, target)
+            refined = self.algorithm.refine(task)
+            results.update({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
+            return _weights(refined)
+
+        if self.algorithm.refines_blocks:
+            stream.solve(block, inside, solve, refine)
+        elif self.algorithm.needs_gram:
+            stream.solve(block, inside, solve)
+        else:
+            seen.update(stream.gather(block, inside))
+            for name, statistics in seen.items():
+                results |= self._quantize([name], statistics)
+        return results
 
     def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
         """The static scales of the block's key-value cache, by their names on disk."""
-        if block not in self.watches or self.cache_key is None:
+        if self.cache_key is None or not needs_calibration(self.cache_key):
             return
-        modules = [name for name in by_module(self.folder.headers) if self._is_in(name, block)]
+        place = self.partial.destinations.module
+        modules = [name for name in by_module(self.folder.headers) if place(name).startswith(f"{block}.")]
         for attention in attention_modules(modules):
             for side in ("k", "v"):
-                largest = self.watches[block].largest.get(side)
-                if largest is None:
-                    raise ModelError(
-                        f"{attention} caches nothing that fewbit can watch.", "Leave the KV cache unquantized."
-                    )
-                largest = largest.reshape(-1, 1, 1) if self.cache_key.granularity == HEAD else largest.amax().reshape(1)
-                scale = static_input_scales(largest, self.cache_key)["input_scale"]
+                scale = self.watch.scale(side, self.cache_key)
+                if scale is None:
+                    raise ModelError(f"{attention} caches nothing that can be seen.", "Leave the KV cache unquantized.")
                 yield self.checkpoint.cache_scale(attention, side), scale
 
-    def _is_in(self, module: str, block: str) -> bool:
-        return self.partial.destinations.module(module).startswith(f"{block}.")
-
-    def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
+    def _convert(self, name: str, results: Mapping[str, LayerResult]) -> Iterator[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
         layer = self.layers.get(module)
         if layer is None or name != f"{module}.weight":
             yield name, self.folder.load(name)
             return
-        weight = self.folder.load(name)
-        found, note = _input_of(module, statistics)
-        record = self._quantize(layer, weight, found)
+        result = results[module] if module in results else self._quantize([module], None)[module]
         assert layer.key is not None
-        stored = self.checkpoint.write(record, layer.key)
-        self.outcomes.append(self._outcome(layer, weight, stored, found, note))
+        stored = self.checkpoint.write(result.record.to("cpu"), layer.key)
+        reread = self._reread(layer, stored)
+        tokens, note = self._tokens(layer)
+        outcome = _outcome(layer, self.folder.load(name), reread, stored, result)
+        self.outcomes.append(replace(outcome, tokens=tokens, note=note))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
 
-    def _outcome(
-        self,
-        layer: PlannedLayer,
-        weight: Tensor,
-        stored: Mapping[str, Tensor],
-        statistics: InputStatistics | None,
-        note: str,
-    ) -> LayerOutcome:
-        record = unpack_record(self._reread(layer, stored))
-        approximation = dequantize(record)
-        return LayerOutcome(
-            layer.name,
-            str(layer.key),
-            (layer.shape[0], layer.shape[1]),
-            sqnr_db(weight, approximation),
-            weight_hash(approximation),
-            sum(tensor.nbytes for tensor in stored.values()),
-            None if "order" in record or "minimum" in record else clipped_share(weight, record),
-            self.plan.recipe.algorithm,
-            None if statistics is None else statistics.tokens,
-            note,
+    def _tokens(self, layer: PlannedLayer) -> tuple[int | None, str]:
+        """How many calibration tokens reached a layer, and what was done where none did."""
+        if self.calibration is None or not layer.block or not plan_needs_calibration(self.plan):
+            return None, ""
+        own = self.seen.get(layer.name)
+        if own is not None and own.tokens:
+            return own.tokens, ""
+        note = "no calibration token reached it"
+        if layer.key is None or not needs_calibration(layer.key.activation):
+            return 0, note
+        source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
+        return 0, f"{note}; its activation scale is from {source}"
+
+    def _of_siblings(self, name: str) -> InputStatistics:
+        """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""
+        place = _EXPERT.sub(".experts.*.", name)
+        return InputStatistics.of_siblings(
+            other for sibling, other in self.seen.items() if _EXPERT.sub(".experts.*.", sibling) == place
         )
 
     def _reread(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -242,24 +274,38 @@ class _Run:
         assert described is not None, f"{layer.name} was written as a plain layer"
         return self.checkpoint.read(described, stored, shape)
 
-    def _quantize(self, layer: PlannedLayer, weight: Tensor, statistics: InputStatistics | None) -> QuantizedTensor:
-        assert layer.key is not None
-        recipe = self.plan.recipe
-        task = LayerTask(
-            layer.name, weight, layer.key, recipe.scale_rules, self._shared_scale(layer), statistics, recipe.settings
-        )
+    def _quantize(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
+        """Layers that read one input, by name."""
+        tasks = [self._task(self.layers[name], statistics) for name in names]
         try:
-            record = self.algorithm.quantize_layer(task)
+            found = self.algorithm.quantize_layers(tasks)
         except ValueError as error:
-            raise CheckpointError(f"{layer.name}: {error}.", "Repair the source model or ignore this layer.") from error
-        if layer.key.activation is not None and needs_calibration(layer.key.activation):
-            if statistics is None:
-                raise ModelError(
-                    f"{layer.name} lies outside the decoder blocks and its activation scale cannot be calibrated.",
-                    "Ignore this layer.",
-                )
-            record = record.with_tensors(**static_input_scales(statistics.largest, layer.key.activation))
-        return record
+            raise CheckpointError(
+                f"{', '.join(names)}: {error}.", "Repair the source model or ignore these layers."
+            ) from error
+        return {task.name: self._with_input_scale(task, result) for task, result in zip(tasks, found, strict=True)}
+
+    def _task(self, layer: PlannedLayer, statistics: InputStatistics | None) -> LayerTask:
+        assert layer.key is not None
+        weight = self.folder.load(f"{layer.name}.weight").to(self.device)
+        shared = self._shared_scale(layer)
+        shared = None if shared is None else shared.to(self.device)
+        return LayerTask(layer.name, weight, layer.key, self.plan.recipe.scale_rules, shared, statistics)
+
+    def _with_input_scale(self, task: LayerTask, result: LayerResult) -> LayerResult:
+        """The result with the static scale of its activation, where its key has one."""
+        if task.key.activation is None or not needs_calibration(task.key.activation):
+            return result
+        found = task.statistics
+        if (found is None or not found.tokens) and _EXPERT.search(task.name):
+            found = self._of_siblings(task.name)
+        elif found is None or not found.tokens:
+            raise ModelError(
+                f"No calibration token reached {task.name}, and its activation scale cannot be known.",
+                "Ignore this layer, or choose a scheme with dynamic activation scales.",
+            )
+        scales = static_input_scales(found.largest, task.key.activation)
+        return replace(result, record=result.record.with_tensors(**scales))
 
     def _shared_scale(self, layer: PlannedLayer) -> Tensor | None:
         """The second-level scale that the members of a joined matrix share; None where the layer has its own."""
@@ -272,14 +318,14 @@ class _Run:
             self.shared[members] = global_scale_of(largest.reshape(1, 1), layer.key.weight)
         return self.shared[members]
 
+    def keys(self) -> dict[str, Any]:
+        """Layer name -> key, for the configuration."""
+        return {name: layer.key for name, layer in self.layers.items()}
+
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
         config = self.checkpoint.config(self.keys(), self.plan.plain)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
-
-    def keys(self) -> dict[str, Any]:
-        """Layer name -> key, for the configuration."""
-        return {name: layer.key for name, layer in self.layers.items()}
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
@@ -309,20 +355,8 @@ class _Run:
         return tensor_slot(self.model, self.partial.destinations.tensor(name)) is not None
 
 
-def _input_of(module: str, statistics: Mapping[str, InputStatistics]) -> tuple[InputStatistics | None, str]:
-    """What is known of a layer's input, and a note where no token reached it.
-
-    An expert that no token was sent to takes the largest magnitude that any of its siblings saw.
-    """
-    own = statistics.get(module)
-    if own is None or own.tokens:
-        return own, ""
-    place = _EXPERT.sub(".experts.*.", module)
-    shared = InputStatistics.of_siblings(
-        other for name, other in statistics.items() if _EXPERT.sub(".experts.*.", name) == place
-    )
-    source = "the largest of its siblings" if float(shared.largest) > 0 else "nothing, like all its siblings"
-    return shared, f"no calibration token reached it; its activation scale is from {source}"
+def _weights(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
+    return {name: dequantize_record(result.record) for name, result in results.items()}
 
 
 def weight_hash(numbers: Tensor) -> str:
@@ -335,6 +369,26 @@ def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
     signal = numbers.double().square().sum()
     noise = (numbers.double() - approximation.double()).square().sum()
     return float(10 * torch.log10(signal / noise)) if noise > 0 else None
+
+
+def _outcome(
+    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor], result: LayerResult
+) -> LayerOutcome:
+    plain = unpack_record(record)
+    approximation = dequantize(plain)
+    return LayerOutcome(
+        layer.name,
+        str(layer.key),
+        (layer.shape[0], layer.shape[1]),
+        sqnr_db(weight, approximation),
+        weight_hash(approximation),
+        sum(tensor.nbytes for tensor in stored.values()),
+        result.method,
+        result.loss,
+        None if "order" in plain or "minimum" in plain else clipped_share(weight, plain),
+        tokens=None,
+        note="",
+    )
 
 
 def _write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
