@@ -67,7 +67,7 @@ class Gptq(Algorithm):
         """Layers of one element that read the same input."""
         statistics = tasks[0].statistics
         weights = [task.weight.float() for task in tasks]
-        if statistics is None or statistics.tokens == 0:
+        if statistics is None or statistics.products is None or statistics.tokens == 0:
             scales = [search_scales(task) for task in tasks]
             values = _grid(scales, weights).rounded(torch.cat(weights))[0]
             return self._results(weights, scales, values, None, "scale_search: no calibration token reached it")

@@ -16,7 +16,8 @@ from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
 from fewbit.models.calibration import builtin_text, load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.pipeline import REPORT_FILE, sqnr_db, weight_hash
+from fewbit.models.outcome import sqnr_db, weight_hash
+from fewbit.models.pipeline import REPORT_FILE
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import decode
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,10 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.outcome import InputSeen, LayerOutcome, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
 from fewbit.models.replace import tensor_slot
-from fewbit.numerics import QuantizedTensor, clipped_share, dequantize
+from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
 from fewbit.packing.registry import dequantize_record, unpack_record
@@ -46,34 +46,6 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
 CALIBRATION_LENGTH = 512
-
-
-@dataclass(frozen=True)
-class LayerOutcome:
-    """What quantizing did to one layer.
-
-    Attributes:
-        sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
-        sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
-        bytes: of all the tensors that store it.
-        method: what chose its codes.
-        loss: see `LayerResult`.
-        clipped: share of the weights beyond the last code of their scale; None where groups have no fixed place.
-        tokens: of the calibration text that reached it; None where nothing was calibrated.
-        note: what was done for want of tokens, empty where there were some.
-    """
-
-    name: str
-    key: str
-    shape: tuple[int, int]
-    sqnr_db: float | None
-    sha256: str
-    bytes: int
-    method: str
-    loss: float | None
-    clipped: float | None
-    tokens: int | None
-    note: str
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
@@ -240,24 +212,23 @@ class _Run:
         assert layer.key is not None
         stored = self.checkpoint.write(result.record.to("cpu"), layer.key)
         reread = self._reread(layer, stored)
-        tokens, note = self._tokens(layer)
-        outcome = _outcome(layer, self.folder.load(name), reread, stored, result)
-        self.outcomes.append(replace(outcome, tokens=tokens, note=note))
+        seen = self._input_seen(layer)
+        self.outcomes.append(outcome_of(layer, self.folder.load(name), unpack_record(reread), stored, result, seen))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
 
-    def _tokens(self, layer: PlannedLayer) -> tuple[int | None, str]:
+    def _input_seen(self, layer: PlannedLayer) -> InputSeen:
         """How many calibration tokens reached a layer, and what was done where none did."""
         if self.calibration is None or not layer.block or not plan_needs_calibration(self.plan):
-            return None, ""
+            return InputSeen()
         own = self.seen.get(layer.name)
         if own is not None and own.tokens:
-            return own.tokens, ""
+            return InputSeen(own.tokens)
         note = "no calibration token reached it"
         if layer.key is None or not needs_calibration(layer.key.activation):
-            return 0, note
+            return InputSeen(0, note)
         source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
-        return 0, f"{note}; its activation scale is from {source}"
+        return InputSeen(0, f"{note}; its activation scale is from {source}")
 
     def _of_siblings(self, name: str) -> InputStatistics:
         """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""
@@ -357,38 +328,6 @@ class _Run:
 
 def _weights(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
     return {name: dequantize_record(result.record) for name, result in results.items()}
-
-
-def weight_hash(numbers: Tensor) -> str:
-    """SHA-256 of float32 numbers, row-major and little-endian, minus zero written as zero."""
-    return hashlib.sha256((numbers.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
-
-
-def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
-    """Signal to quantization noise in decibels; None where nothing was lost."""
-    signal = numbers.double().square().sum()
-    noise = (numbers.double() - approximation.double()).square().sum()
-    return float(10 * torch.log10(signal / noise)) if noise > 0 else None
-
-
-def _outcome(
-    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor], result: LayerResult
-) -> LayerOutcome:
-    plain = unpack_record(record)
-    approximation = dequantize(plain)
-    return LayerOutcome(
-        layer.name,
-        str(layer.key),
-        (layer.shape[0], layer.shape[1]),
-        sqnr_db(weight, approximation),
-        weight_hash(approximation),
-        sum(tensor.nbytes for tensor in stored.values()),
-        result.method,
-        result.loss,
-        None if "order" in plain or "minimum" in plain else clipped_share(weight, plain),
-        tokens=None,
-        note="",
-    )
 
 
 def _write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
