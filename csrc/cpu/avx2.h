@@ -59,6 +59,11 @@ struct Avx2 {
   static Words widen_bytes(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
+  // The table's entry for each byte, which is less than 16.
+  static Words look_up(const uint8_t* table, Words bytes) {
+    const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), bytes);
+  }
   // Sums of two products of 16-bit numbers in each word.
   static Words pair_products(Words a, Words b) { return _mm256_madd_epi16(a, b); }
   // Sums of two products of unsigned by signed bytes in each half-word; the caller keeps them below 2**15.

@@ -58,6 +58,10 @@ struct Avx512 {
   static Words widen_bytes(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static Words look_up(const uint8_t* table, Words bytes) {
+    const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), bytes);
+  }
   static Words pair_products(Words a, Words b) { return _mm512_madd_epi16(a, b); }
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm512_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm512_add_epi16(a, b); }

@@ -40,7 +40,8 @@ FEWBIT_INLINE void add_word(const uint32_t* words, const float* inputs,
 // totals[width][kBlockRows] of one block. `inputs` [slots][width] and `input_sums` [groups][width] as `inputs.h` places
 // them; the latter may be null where the weight has neither zeros nor minima.
 template <class Vector, class Fields, int width>
-void float_tile(const Weight& weight, int64_t block, const float* inputs, const float* input_sums, float* totals) {
+__attribute__((noinline)) void float_tile(const Weight& weight, int64_t block, const float* inputs,
+                                          const float* input_sums, float* totals) {
   constexpr int kChains = chains<Vector, Fields, width>();
   const int64_t words_per_group = weight.group_slots / Fields::kSlots;
   const uint32_t* words = weight.words + block * weight.groups * words_per_group * kBlockRows;
@@ -69,15 +70,25 @@ void float_tile(const Weight& weight, int64_t block, const float* inputs, const 
           sum = Vector::subtract_product(sum, zero, Vector::broadcast(input_sums + group * width + token));
         }
         float* total = totals + token * kBlockRows + part * Vector::kLanes;
-        auto grown = Vector::multiply_add(scale, sum, Vector::load_floats(total));
-        if (weight.minima) {
-          const int64_t at = (block * weight.groups + group) * kBlockRows + part * Vector::kLanes;
-          grown = Vector::multiply_add(Vector::load_floats(weight.minima + at),
-                                       Vector::broadcast(input_sums + group * width + token), grown);
-        }
-        Vector::store(total, grown);
+        Vector::store(total, Vector::multiply_add(scale, sum, Vector::load_floats(total)));
       });
     });
+  }
+}
+
+// Adds the groups' minima times their sums of inputs.
+template <class Vector>
+void add_minima(const Weight& weight, int64_t block, int width, const float* input_sums, float* totals) {
+  const float* minima = weight.minima + block * weight.groups * kBlockRows;
+  for (int64_t group = 0; group < weight.groups; ++group, minima += kBlockRows, input_sums += width) {
+    for (int token = 0; token < width; ++token) {
+      const auto sum = Vector::broadcast(input_sums[token]);
+      for (int part = 0; part < kParts<Vector>; ++part) {
+        float* total = totals + token * kBlockRows + part * Vector::kLanes;
+        const auto minimum = Vector::load_floats(minima + part * Vector::kLanes);
+        Vector::store(total, Vector::multiply_add(minimum, sum, Vector::load_floats(total)));
+      }
+    }
   }
 }
 

@@ -19,7 +19,7 @@ enum class Element : int32_t {
   kInt2 = 0,  // unsigned fields of 2, 4 and 8 bits, their zero subtracted later
   kInt4 = 1,
   kInt8 = 2,
-  kE2m1 = 3,  // 4-bit fields
+  kE2m1 = 3,  // 4-bit fields, read as 2 * number + 12
   kE4m3 = 4,  // these and the following in 8-bit fields; also the FNUZ variants, whose bias the factor holds
   kE5m2 = 5,
   kE2m3 = 6,

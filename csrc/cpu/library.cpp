@@ -21,12 +21,14 @@ struct InstructionSet {
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#ifndef FEWBIT_ONLY_AVX2
 bool has_avx2_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
 
 // Best first.
 const InstructionSet kInstructionSets[] = {

@@ -79,6 +79,7 @@ void float_linear(const Job& job) {
         with_width<Vector::kFloatTile>(tiles.width(tile), [&](auto width) {
           float_tile<Vector, Fields, decltype(width)::value>(weight, block, inputs, sums_of(inputs), totals);
         });
+        if (weight.minima) add_minima<Vector>(weight, block, tiles.width(tile), sums_of(inputs), totals);
         write_out<Vector>(job, block, tiles.first(tile), tiles.width(tile), totals, nullptr);
       });
 }

@@ -54,7 +54,7 @@ FLOATS = {
 }
 SHAPE_BYTES = 9 * 8
 SMALL_FLOAT_EXPONENT = 27
-"""The library reads a small float as 2**(27 - bias) times less than it is; the factor makes up for it."""
+"""The library reads an FP8 or FP6 number as 2**(27 - bias) times less than it is; the factor makes up for it."""
 
 
 def fields_of(element: Element, narrowest: int = 2) -> Fields | None:
@@ -93,20 +93,25 @@ def prepare_blocks(plain: QuantizedTensor, fields: Fields) -> Prepared:
     slots = _Slots.of(plain, fields)
     lift = -int(element.min) if element.is_integer and element.min < 0 else 0
     scale, factor = _scales(plain)
-    if not element.is_integer:
-        factor = factor * 2.0 ** (SMALL_FLOAT_EXPONENT - element.bias)
+    zero, power = (lift, 0) if element.is_integer else _as_read(element)
+    factor *= 2.0**power
     tensors = {"words": _words(_unsigned(plain, lift), slots, fields), "scale": _by_block(scale, plain)}
     if "zero_point" in plain:
-        zero = decode(plain["zero_point"], element) + lift
-        tensors["zero"] = _by_block(zero.to(torch.uint8), plain)
+        zeros = decode(plain["zero_point"], element) + lift
+        tensors["zero"] = _by_block(zeros.to(torch.uint8), plain)
     if "minimum" in plain:
         tensors["minimum"] = _by_block(plain["minimum"].float() / factor, plain)
     if slots.features is not None:
         tensors["features"] = slots.features.reshape(-1).int()
     bits = struct.unpack("i", struct.pack("f", factor))[0]
-    described = [rows, columns, slots.groups, slots.size, slots.width, fields.number, DTYPES[scale.dtype], lift, bits]
+    described = [rows, columns, slots.groups, slots.size, slots.width, fields.number, DTYPES[scale.dtype], zero, bits]
     tensors["shape"] = torch.tensor(described, dtype=torch.int64)
     return Prepared(tensors, {"rows": rows, "columns": columns})
+
+
+def _as_read(element: Element) -> tuple[int, int]:
+    """What the library reads in place of a small float: the zero point and the power of two that it lacks."""
+    return (12, -1) if element == E2M1 else (0, SMALL_FLOAT_EXPONENT - element.bias)
 
 
 @dataclass(frozen=True)
