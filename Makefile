@@ -14,7 +14,7 @@ TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One process a core and one thread a process: the tests' matrices are small, threads would only wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(TEST_ENV) $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-fast test-model test-peer test-quality test-oldest test-asan check format clean
+.PHONY: demo test test-fast test-model test-peer test-quality test-oldest test-asan native check format clean
 
 demo: $(VENV)/demo.stamp
 	$(TEST_ENV) $(BIN)/fewbit demo
@@ -37,6 +37,11 @@ test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against p
 
 test-oldest:  # everything on the oldest transformers that is supported, in an environment of its own
 	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS="transformers==5.17.0"
+
+# The compiled CPU kernels alone, into the source tree; needs GCC or Clang, and CMake.
+native:
+	cmake -S csrc/cpu -B build/cpu -DFEWBIT_IN_PLACE=ON
+	cmake --build build/cpu --parallel
 
 # The compiled CPU kernels under AddressSanitizer; needs GCC and CMake.
 test-asan: $(VENV)/dev.stamp

@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 
 from fewbit.kernels import native
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
+from fewbit.kernels.interface import LinearRequest, Prepared
 from fewbit.kernels.probe import installed, missing, this_machine
 from fewbit.kernels.registry import linear_kernels
 from fewbit.numerics import dequantize, quantize
@@ -68,23 +68,27 @@ def torch_columns(weight: Tensor) -> dict[str, list[Call]]:
     return columns
 
 
-def kernel_column(
-    kernel: LinearKernel, key: LinearKey, weight: Tensor, x: dict[int, Tensor]
-) -> tuple[list[Call], int] | None:
-    """The kernel's calls over copies and its bytes; None where it refuses. Asserts its numbers for every M."""
+def kernel_columns(key: LinearKey, weight: Tensor, x: dict[int, Tensor]) -> dict[str, tuple[list[Call], int]]:
+    """Kernel -> its calls over copies and its bytes, for each that takes the layer. Asserts its numbers for every M."""
     record = quantize(weight, key.weight)
     request = LinearRequest.of(record, key, "bf16")
-    if kernel.reference or kernel.refuse(request, this_machine("cpu")) is not None:
-        return None
-    prepared = kernel.prepare(record, request)
-    dense, activation = dequantize(record), None if kernel.weight_only else key.activation
-    for tokens in x.values():
-        numbers = tokens.float() if activation is None else fake_quantize(tokens, activation, record)
-        wanted = numbers @ dense.T
-        error = ((kernel.run(tokens, prepared, None).float() - wanted).norm() / wanted.norm()).item()
-        assert error < TOLERANCE, f"{kernel.name} of {key} is off by {error:.4f} at M={len(tokens)}"
-    rotating = [prepared, *(copied(prepared) for _ in range(copies_of(prepared.nbytes) - 1))]
-    return [lambda t, p=p: kernel.run(t, p, None) for p in rotating], prepared.nbytes
+    dense = dequantize(record)
+    plain = {count: tokens.float() @ dense.T for count, tokens in x.items()}
+    rounded = plain
+    if key.activation is not None:
+        rounded = {count: fake_quantize(tokens, key.activation, record) @ dense.T for count, tokens in x.items()}
+    columns = {}
+    for kernel in linear_kernels().values():
+        if kernel.reference or kernel.refuse(request, this_machine("cpu")) is not None:
+            continue
+        prepared = kernel.prepare(record, request)
+        for count, tokens in x.items():
+            wanted = (plain if kernel.weight_only else rounded)[count]
+            error = ((kernel.run(tokens, prepared, None).float() - wanted).norm() / wanted.norm()).item()
+            assert error < TOLERANCE, f"{kernel.name} of {key} is off by {error:.4f} at M={count}"
+        rotating = [prepared, *(copied(prepared) for _ in range(copies_of(prepared.nbytes) - 1))]
+        columns[kernel.name] = [lambda t, k=kernel, p=p: k.run(t, p, None) for p in rotating], prepared.nbytes
+    return columns
 
 
 def copied(prepared: Prepared) -> Prepared:
@@ -150,10 +154,8 @@ def measure(columns: int, rows: int, schemes: list[str], many: list[int], rounds
     inputs = {count: torch.randn(count, columns).bfloat16() for count in many}
     timed, nbytes = torch_columns(weight), {"bf16 F.linear": 2 * weight.numel()}
     for name in schemes:
-        for kernel in linear_kernels().values():
-            column = kernel_column(kernel, SCHEMES[name], weight, inputs)
-            if column is not None:
-                timed[f"{name} {kernel.name}"], nbytes[f"{name} {kernel.name}"] = column
+        for kernel, column in kernel_columns(SCHEMES[name], weight, inputs).items():
+            timed[f"{name} {kernel}"], nbytes[f"{name} {kernel}"] = column
     lines = []
     for count, x in inputs.items():
         times = interleaved_us(timed, x, rounds)

@@ -11,7 +11,7 @@ namespace {
 // Activations that are in use at a time stay within this, about half of a second-level cache.
 constexpr int64_t kInputBytes = 256 * 1024;
 // Below so many products a second thread costs more than it brings.
-constexpr int64_t kProductsPerThread = 1 << 15;
+constexpr int64_t kProductsPerThread = 1 << 17;
 
 inline int useful_threads(const Job& job) {
   const int64_t products = job.weight.blocks() * kBlockRows * job.weight.slots() * job.tokens;
