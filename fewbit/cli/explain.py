@@ -39,9 +39,12 @@ def explain(
     element = _element(dtype)
     requests = _stored(model, element) if model else {"layer": _asked(scheme, group_size, shape, element)}
     explained = [_explain(name, request, target, wanted) for name, request in requests.items()]
+    lacking = _lacking(device)
     if json:
-        print_json({"hardware": target.name, "layers": explained})
+        print_json({"hardware": target.name, "missing": lacking, "layers": explained})
         return
+    for reason in lacking.values():
+        console.print(f"[yellow]Missing here:[/] {reason}")
     for entry in explained:
         rows = [
             [
@@ -55,6 +58,13 @@ def explain(
         console.print(table(f"{entry['layer']}: {entry['key']} {entry['shape']} on {target.name}", columns, rows))
         if entry["note"]:
             console.print(f"[yellow]Note:[/] {entry['note']}")
+
+
+def _lacking(device: str) -> dict[str, str]:
+    """What this installation lacks -> why, where its own CPU is explained."""
+    from fewbit.kernels.probe import default_device, missing
+
+    return missing() if (default_device() if device == "auto" else device) == "cpu" else {}
 
 
 def _element(dtype: str) -> str:
