@@ -88,15 +88,12 @@ class Gptq(WordFormat):
         rules.append(Rule((*parts, *(["lm_head"] if head else [])) if parts else ("Linear",), key))
         return Scheme(self.name, tuple(rules), (), variant=version + (ACT_ORDER if ordered else ""))
 
-    def config(
-        self, layers: Mapping[str, LinearKey], plain: Sequence[str], *, desc_act: bool = False
-    ) -> dict[str, Any]:
-        """See the contract.
+    def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
+        return self.config_of_roles(layers, plain, frozenset())
 
-        Args:
-            layers, plain: as there.
-            desc_act: whether any layer was written with act-order, which keys do not tell.
-        """
+    def config_of_roles(
+        self, layers: Mapping[str, LinearKey], plain: Sequence[str], roles: frozenset[str]
+    ) -> dict[str, Any]:
         versions = sorted({self.written_as(key).variant for key in layers.values()})
         if len(versions) != 1:
             raise OutputError(
@@ -111,7 +108,7 @@ class Gptq(WordFormat):
             "quant_method": "gptq",
             "checkpoint_format": versions[0],
             **_settings_of(base),
-            "desc_act": desc_act,
+            "desc_act": "order" in roles,
             "lm_head": any(_is_head(name) for name in layers),
             "pack_dtype": "int32",
             "dynamic": {**changes, **kept},

@@ -132,3 +132,17 @@ class CheckpointFormat(ABC):
             layers: module name -> key, every quantized layer.
             plain: names of the linear layers that stay as they are.
         """
+
+    def config_of_roles(
+        self,
+        layers: Mapping[str, LinearKey],
+        plain: Sequence[str],
+        roles: frozenset[str],
+    ) -> dict[str, Any]:
+        """`config` for layers whose records have `roles`, where a format's configuration has to announce one of them.
+
+        Args:
+            layers, plain: as for `config`.
+            roles: of all the layers' records together.
+        """
+        return self.config(layers, plain)
