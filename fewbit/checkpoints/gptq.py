@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -37,7 +38,7 @@ from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import F16
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ROWS, Extent, Layout, TensorSpec
-from fewbit.spec.pattern import Matcher
+from fewbit.spec.pattern import Matcher, by_segments, unescaped
 from fewbit.spec.scheme import Rule, Scheme
 
 V1, V2, PLANAR = "gptq", "gptq_v2", "gptq_p"
@@ -51,16 +52,23 @@ _AMBIGUOUS_BITS = (5, 6, 7)
 _LAYER_SETTINGS = ("bits", "group_size", "sym", "desc_act")
 
 
+@by_segments(lambda pattern: unescaped(pattern[2:]) if pattern[:2] in ("+:", "-:") else None)
 def matches_gptq(pattern: str, name: str, class_name: str = "") -> bool:
     """GPTQ's rules: `+:` or `-:` and a regular expression that matches from the start of the name (an entry of
     `dynamic`), a part of the name (an entry of `modules_in_block_to_quantize`), or the module's class.
     """
     if pattern[:2] in ("+:", "-:"):
-        try:
-            return re.match(pattern[2:], name) is not None
-        except re.error as error:
-            raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
+        return _expression(pattern).match(name) is not None
     return pattern == class_name or pattern in name
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """What stands after the sign."""
+    try:
+        return re.compile(pattern[2:])
+    except re.error as error:
+        raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
 
 
 class Gptq(WordFormat):

@@ -20,7 +20,7 @@ from fewbit.errors import CheckpointError, closest
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, Element, integer
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
-from fewbit.spec.pattern import matches_compressed_tensors
+from fewbit.spec.pattern import by_segments, literal_of, matches_compressed_tensors
 from fewbit.spec.scheme import Rule, Scheme
 
 VERSION = "0.13"
@@ -40,6 +40,7 @@ _DTYPES: dict[str, Element] = {**_FLOATS, **_INTEGERS}
 _NAMES = {element.name: name for name, element in _FLOATS.items()}
 
 
+@by_segments(literal_of)
 def matches_quark(pattern: str, name: str, class_name: str = "") -> bool:
     """Quark's rule: an exact name, `re:` and an expression that matches from the start, a glob; or a class name."""
     if pattern.startswith("re:"):

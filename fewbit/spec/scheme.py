@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fewbit.errors import SchemeError
 from fewbit.spec.element import Element
 from fewbit.spec.granularity import Granularity
 from fewbit.spec.key import LinearKey, QuantKey
-from fewbit.spec.pattern import Matcher, matches, unmatched
+from fewbit.spec.pattern import Matcher, PatternLists, matches, unmatched
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,31 @@ class Scheme:
     kv_cache: QuantKey | None = None
     variant: str = ""
 
-    @property
+    @cached_property
     def keys(self) -> tuple[LinearKey, ...]:
         """Every key that the rules give, each once, in their order."""
         return tuple(dict.fromkeys(rule.key for rule in self.rules if rule.key))
 
     def key_for(self, name: str, class_name: str = "Linear", matcher: Matcher = matches) -> LinearKey | None:
         """The key of the module, or None where it stays as it is."""
-        if any(matcher(pattern, name, class_name) for pattern in self.ignore):
-            return None
-        for rule in self.rules:
-            if any(matcher(target, name, class_name) for target in rule.targets):
-                return rule.key
-        return None
+        module = (matcher, name, class_name)
+        if module not in self.derived:
+            first = self._lists(matcher).first(name, class_name)
+            self.derived[module] = self.rules[first - 1].key if first else None  # the list before the rules is `ignore`
+        found: LinearKey | None = self.derived[module]
+        return found
+
+    def _lists(self, matcher: Matcher) -> PatternLists:
+        """The entries of `ignore` and then of each rule."""
+        if matcher not in self.derived:
+            self.derived[matcher] = PatternLists((self.ignore, *(rule.targets for rule in self.rules)), matcher)
+        found: PatternLists = self.derived[matcher]
+        return found
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What was computed from the scheme, by whoever did, so that it is done once; no part of its value."""
+        return {}
 
     def unmatched(self, modules: Iterable[tuple[str, str]], matcher: Matcher = matches) -> list[str]:
         """The patterns, targets and exclusions alike, that name none of `modules` (name, class name)."""
