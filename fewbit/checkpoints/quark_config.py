@@ -196,10 +196,10 @@ def _is_symmetric(spec: Mapping[str, Any], element: Element, of_weight: bool) ->
 
 def _element(spec: Mapping[str, Any], where: str, of_weight: bool) -> Element:
     dtype = spec.get("dtype")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         hint = "Write it again with a current Quark." if dtype == "mx" else closest(str(dtype), _DTYPES)
         raise CheckpointError(f"{where}.dtype is {dtype!r}, which is not supported.", hint)
-    if not of_weight and str(dtype).startswith("u"):
+    if not of_weight and dtype.startswith("u"):
         raise CheckpointError(f"{where}.dtype is {dtype!r}: activations must be signed.", "Quantize them to int8.")
     return _DTYPES[dtype]
 

@@ -273,6 +273,24 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, item in inner for found in _paths(item, (*path, key)))]
 
 
+@pytest.mark.parametrize("name", formats())
+def test_every_place_of_a_configuration_with_a_wrong_value(name: str) -> None:
+    found = formats()[name]
+    held = [key for key in KEYS.values() if found.refuse(key, SHAPE) is None]
+    for key in [held[0], held[len(held) // 2], held[-1]]:
+        honest = found.config({MODULE: key}, ["lm_head"])
+        for (*way, last), value in product(_paths(honest)[1:], [*VALUES, [None], [{}], {"x": [1]}]):
+            config = copy.deepcopy(honest)
+            owner = config
+            for step in way:
+                owner = owner[step]
+            owner[last] = value
+            with suppress(FewbitError):
+                read = find_format(config)
+                if read is not None:
+                    read.scheme(config).key_for(MODULE, "Linear", type(read).matcher)
+
+
 def _mutated(value: Any, data: st.DataObject) -> Any:
     """The value with one place in it replaced by anything, or taken out."""
     changed = copy.deepcopy(value)
