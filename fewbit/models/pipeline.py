@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fewbit
-from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.algorithms.interface import Algorithm, BlockTask, LayerResult, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.dtypes import header_of, nbytes
@@ -23,7 +23,8 @@ from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folde
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, ModelError
-from fewbit.models.calibration import BlockStream, Calibration
+from fewbit.models.block_stream import BlockStream, Output
+from fewbit.models.calibration import Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
 from fewbit.models.load import Progress
@@ -50,6 +51,8 @@ class LayerOutcome:
         sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
         sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
         bytes: of all the tensors that store it.
+        method: what chose its codes.
+        loss: see `LayerResult`.
     """
 
     name: str
@@ -58,11 +61,13 @@ class LayerOutcome:
     sqnr_db: float | None
     sha256: str
     bytes: int
+    method: str
+    loss: float | None
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
     """Whether the plan's algorithm or keys need activations."""
-    if algorithm(plan.recipe.algorithm).needs_statistics:
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
         return True
     return any(layer.key is not None and needs_calibration(layer.key.activation) for layer in plan.layers)
 
@@ -75,6 +80,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -85,6 +91,7 @@ def quantize_checkpoint(
         calibration: token windows, needed where `plan_needs_calibration` says so.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
+        device: where blocks run and codes are chosen.
 
     Returns:
         The report, which is also written to `quantization_report.json`.
@@ -99,7 +106,7 @@ def quantize_checkpoint(
     started = time.monotonic()
     source = Path(source)
     with staged_folder(Path(output)) as staging:
-        run = _Run(source, plan, calibration, progress or (lambda _: None))
+        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device))
         writer = ShardWriter(staging, max_shard_bytes)
         for name, tensor in run.tensors():
             writer.add(name, tensor)
@@ -116,27 +123,30 @@ def quantize_checkpoint(
 class _Run:
     """The state of one pass over a checkpoint."""
 
-    def __init__(self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress) -> None:
-        self.plan, self.calibration, self.progress = plan, calibration, progress
+    def __init__(
+        self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
+    ) -> None:
+        self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
-        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm)
+        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
         self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
-        self.model = build_on_meta(config, config_dtype(config))
-        self.partial = PartialModel(self.model, self.folder)
+        # Few CPUs multiply 16-bit floats as fast as float32.
+        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+        self.partial = PartialModel(self.model, self.folder, device)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
         self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), self.plain()))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result: what is outside the blocks first, then block by block."""
-        statistics_of = self._statistics()
+        stream = self._stream()
         for block, names in self._units().items():
-            statistics = statistics_of(block) if block else {}
+            results = self._through(stream, block) if stream is not None and block else {}
             for name in names:
-                yield from self._convert(name, statistics)
+                yield from self._convert(name, results)
                 self.progress(nbytes(self.folder.headers[name]))
 
     def _units(self) -> dict[str, list[str]]:
@@ -148,28 +158,57 @@ class _Run:
             units[next((path for prefix, path in prefixes.items() if target.startswith(prefix)), "")].append(name)
         return units
 
-    def _statistics(self) -> Callable[[str], Mapping[str, InputStatistics]]:
+    def _stream(self) -> BlockStream | None:
         if self.calibration is None or not plan_needs_calibration(self.plan):
-            return lambda _: {}
-        stream = BlockStream(self.model, self.partial.filled, self.calibration.windows)
+            return None
+        windows = self.calibration.windows.to(self.device)
+        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
 
-        def through(block: str) -> Mapping[str, InputStatistics]:
-            inside = [name for name, layer in self.layers.items() if layer.block == block]
-            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside})
+    def _through(self, stream: BlockStream, block: str) -> dict[str, LayerResult]:
+        """Carries calibration through a block and quantizes its layers by what it shows.
 
-        return through
+        An algorithm that works on Gram matrices sees what the quantized layers before each layer put out; for static
+        activation scales alone the block runs as it is.
+        """
+        inside = {
+            name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
+        }
+        results: dict[str, LayerResult] = {}
+        seen: dict[str, InputStatistics] = {}
 
-    def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
+        def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
+            found = self._quantize(names, statistics)
+            results.update(found)
+            seen.update(dict.fromkeys(names, statistics))
+            return _weights(found)
+
+        def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
+            tasks = {name: self._task(self.layers[name], statistics) for name, statistics in seen.items()}
+            task = BlockTask(tasks, dict(results), len(stream.states), output, target)
+            refined = self.algorithm.refine(task)
+            results.update({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
+            return _weights(refined)
+
+        if self.algorithm.refines_blocks:
+            stream.solve(block, inside, solve, refine)
+        elif self.algorithm.needs_gram:
+            stream.solve(block, inside, solve)
+        else:
+            for name, statistics in stream.gather(block, inside).items():
+                results |= self._quantize([name], statistics)
+        return results
+
+    def _convert(self, name: str, results: Mapping[str, LayerResult]) -> Iterator[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
         layer = self.layers.get(module)
         if layer is None or name != f"{module}.weight":
             yield name, self.folder.load(name)
             return
-        weight = self.folder.load(name)
-        record = self._quantize(layer, weight, statistics.get(module))
+        result = results[module] if module in results else self._quantize([module], None)[module]
         assert layer.key is not None
-        stored = self.checkpoint.write(record, layer.key)
-        self.outcomes.append(_outcome(layer, weight, self._reread(layer, stored), stored))
+        stored = self.checkpoint.write(result.record.to("cpu"), layer.key)
+        reread = self._reread(layer, stored)
+        self.outcomes.append(_outcome(layer, self.folder.load(name), reread, stored, result))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
 
@@ -181,24 +220,35 @@ class _Run:
         assert described is not None, f"{layer.name} was written as a plain layer"
         return self.checkpoint.read(described, stored, shape)
 
-    def _quantize(self, layer: PlannedLayer, weight: Tensor, statistics: InputStatistics | None) -> QuantizedTensor:
-        assert layer.key is not None
-        recipe = self.plan.recipe
-        task = LayerTask(
-            layer.name, weight, layer.key, recipe.scale_rules, self._shared_scale(layer), statistics, recipe.settings
-        )
+    def _quantize(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
+        """Layers that read one input, by name."""
+        tasks = [self._task(self.layers[name], statistics) for name in names]
         try:
-            record = self.algorithm.quantize_layer(task)
+            found = self.algorithm.quantize_layers(tasks)
         except ValueError as error:
-            raise CheckpointError(f"{layer.name}: {error}.", "Repair the source model or ignore this layer.") from error
-        if layer.key.activation is not None and needs_calibration(layer.key.activation):
-            if statistics is None:
-                raise ModelError(
-                    f"{layer.name} lies outside the decoder blocks and its activation scale cannot be calibrated.",
-                    "Ignore this layer.",
-                )
-            record = record.with_tensors(**static_input_scales(statistics.largest, layer.key.activation))
-        return record
+            raise CheckpointError(
+                f"{', '.join(names)}: {error}.", "Repair the source model or ignore these layers."
+            ) from error
+        return {task.name: self._with_input_scale(task, result) for task, result in zip(tasks, found, strict=True)}
+
+    def _task(self, layer: PlannedLayer, statistics: InputStatistics | None) -> LayerTask:
+        assert layer.key is not None
+        weight = self.folder.load(f"{layer.name}.weight").to(self.device)
+        shared = self._shared_scale(layer)
+        shared = None if shared is None else shared.to(self.device)
+        return LayerTask(layer.name, weight, layer.key, self.plan.recipe.scale_rules, shared, statistics)
+
+    def _with_input_scale(self, task: LayerTask, result: LayerResult) -> LayerResult:
+        """The result with the static scale of its activation, where its key has one."""
+        if task.key.activation is None or not needs_calibration(task.key.activation):
+            return result
+        if task.statistics is None or task.statistics.tokens == 0:
+            raise ModelError(
+                f"No calibration token reached {task.name}, and its activation scale cannot be known.",
+                "Ignore this layer, or choose a scheme with dynamic activation scales.",
+            )
+        scales = static_input_scales(task.statistics.largest, task.key.activation)
+        return replace(result, record=result.record.with_tensors(**scales))
 
     def _shared_scale(self, layer: PlannedLayer) -> Tensor | None:
         """The second-level scale that the members of a joined matrix share; None where the layer has its own."""
@@ -246,6 +296,10 @@ class _Run:
         }
 
 
+def _weights(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
+    return {name: dequantize_record(result.record) for name, result in results.items()}
+
+
 def weight_hash(numbers: Tensor) -> str:
     """SHA-256 of float32 numbers, row-major and little-endian, minus zero written as zero."""
     return hashlib.sha256((numbers.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
@@ -259,7 +313,7 @@ def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
 
 
 def _outcome(
-    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor]
+    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor], result: LayerResult
 ) -> LayerOutcome:
     approximation = dequantize_record(record)
     return LayerOutcome(
@@ -269,6 +323,8 @@ def _outcome(
         sqnr_db(weight, approximation),
         weight_hash(approximation),
         sum(tensor.nbytes for tensor in stored.values()),
+        result.method,
+        result.loss,
     )
 
 
