@@ -221,6 +221,8 @@ class _Conversion:
                 sqnr_db(written.before, written.after),
                 weight_hash(written.after),
                 sum(tensor.nbytes for tensor in written.tensors.values()),
+                treatment.method,
+                loss=None,
             )
         )
         if isinstance(treatment, CarriedOver) and str(layer.stored.key) != written.key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ class Written:
 class Treatment(ABC):
     """What becomes of all layers of one kind."""
 
+    method: ClassVar[str]
+    """What chooses the codes, as the report says it."""
+
     @abstractmethod
     def write(self, layer: CheckpointLayer, record: QuantizedTensor, scheme: Scheme | None) -> Written:
         """The layer as it is stored now.
@@ -59,6 +63,8 @@ class Treatment(ABC):
 @dataclass(frozen=True)
 class CarriedOver(Treatment):
     """The same codes under `key`, which is the layer's own or a restatement of it."""
+
+    method: ClassVar[str] = "carried over"
 
     target: CheckpointFormat
     key: LinearKey
@@ -81,6 +87,8 @@ class QuantizedAnew(Treatment):
         global_scales: layer name -> float64 [1, 1] that it shares with those it is joined with, filled by the plan.
     """
 
+    method: ClassVar[str] = "round_to_nearest"
+
     target: CheckpointFormat
     key: LinearKey
     global_scales: Mapping[str, Tensor]
@@ -94,6 +102,8 @@ class QuantizedAnew(Treatment):
 @dataclass(frozen=True)
 class Dequantized(Treatment):
     """A plain weight of `dtype`."""
+
+    method: ClassVar[str] = "dequantized"
 
     dtype: torch.dtype
 
