@@ -14,7 +14,8 @@ TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One process a core and one thread a process: the tests' matrices are small, threads would only wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(TEST_ENV) $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-fast test-model test-peer test-originals originals test-quality test-oldest test-asan native check format clean
+.PHONY: demo test test-fast test-model test-peer test-originals originals test-quality test-grid test-oldest test-asan \
+	native check format docs clean
 
 demo: $(VENV)/demo.stamp
 	$(TEST_ENV) $(BIN)/fewbit demo
@@ -41,6 +42,9 @@ originals: $(VENV)/originals.stamp
 test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against published figures
 	$(PYTEST) -m quality
 
+test-grid: $(VENV)/dev.stamp  # minutes: every tiny checkpoint converted to every format and back
+	$(PYTEST) -m grid
+
 test-oldest:  # everything on the oldest transformers that is supported, in an environment of its own
 	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS="transformers==5.17.0"
 
@@ -64,6 +68,9 @@ check: $(VENV)/dev.stamp
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/dev.stamp  # the tables in docs/ that are made from the code
+	$(BIN)/python -m tests.checkpoints.conversion_matrix
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist fewbit/kernels/_cpu.so

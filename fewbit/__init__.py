@@ -13,13 +13,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "load": "fewbit.models.load",
     "quantize": "fewbit.models.quantize",
+    "convert": "fewbit.models.convert",
     "verify": "fewbit.evaluation.verify",
     "generate": "fewbit.runtime.generate",
     "perplexity": "fewbit.evaluation.perplexity",
     "preset": "fewbit.spec.presets",
 }
 
-__all__ = ["__version__", "generate", "load", "perplexity", "preset", "quantize", "verify"]
+__all__ = ["__version__", "convert", "generate", "load", "perplexity", "preset", "quantize", "verify"]
 
 
 def __getattr__(name: str) -> Any:

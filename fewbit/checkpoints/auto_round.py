@@ -75,13 +75,10 @@ class AutoRound(CheckpointFormat):
             )
         configured = scheme.key_for(module, class_name, type(self).matcher)
         owner, variant = _owner(headers, scheme.variant, configured)
-        # The owner reads its tensors under a scheme of its own in which the module is the only one of its class.
-        rules = [Rule((), _as_owned(owner, key)) for key in scheme.keys]
-        if configured:
-            rules.insert(0, Rule(("Linear",), _as_owned(owner, configured)))
-        described = owner.describe(
-            Scheme(owner.name, tuple(rules), (), variant=variant), module, headers, "Linear", shape
-        )
+        kind = (self.name, owner.name, variant, configured)
+        if kind not in scheme.derived:
+            scheme.derived[kind] = _scheme_of_owner(owner, variant, configured, scheme)
+        described = owner.describe(scheme.derived[kind], module, headers, "Linear", shape)
         if described is None:
             return None
         # Words say nothing of activations, so the configuration does.
@@ -157,6 +154,14 @@ def _owner(
     if _COMPRESSED_TENSORS & headers.keys() or narrow or (weight is not None and weight.dtype == "I8"):
         return _named("compressed-tensors"), ""
     return _named("fp8"), ""
+
+
+def _scheme_of_owner(owner: LinearFormat, variant: str, configured: LinearKey | None, scheme: Scheme) -> Scheme:
+    """A scheme under which the owner reads a module's tensors: the module is the only one of its class."""
+    rules = [Rule((), _as_owned(owner, key)) for key in scheme.keys]
+    if configured:
+        rules.insert(0, Rule(("Linear",), _as_owned(owner, configured)))
+    return Scheme(owner.name, tuple(rules), (), variant=variant)
 
 
 def _as_owned(owner: LinearFormat, key: LinearKey) -> LinearKey:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, typed
@@ -18,6 +19,7 @@ from fewbit.errors import CheckpointError, SchemeError, closest
 from fewbit.spec.element import E2M1, E2M3, E4M3, E8M0, F16, F32
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
+from fewbit.spec.pattern import by_segments
 from fewbit.spec.scheme import Rule, Scheme
 
 PACKINGS = {
@@ -54,12 +56,18 @@ _LAYER_SETTINGS = (
 _PLAIN_BITS = 16
 
 
+@by_segments(lambda pattern: None if _REGEX_SIGNS & {*pattern} else pattern)
 def matches_auto_round(pattern: str, name: str, class_name: str = "") -> bool:
     """AutoRound's rule: a whole name, its last segments, a regular expression found anywhere in it, or the class."""
     if not _REGEX_SIGNS & {*pattern}:
         return pattern == class_name or f".{name}".endswith(f".{pattern}")
+    return _expression(pattern).search(name) is not None
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
     try:
-        return re.search(pattern, name) is not None
+        return re.compile(pattern)
     except re.error as error:
         raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
 

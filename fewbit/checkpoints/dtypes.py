@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from math import prod
 
 import torch
@@ -55,8 +56,13 @@ def header_of(tensor: torch.Tensor) -> TensorHeader:
 
 def nbytes(header: TensorHeader) -> int:
     """Bytes of the tensor's data."""
-    bits = re.search(r"\d+", header.dtype)  # F8_E4M3, BF16, F6_E2M3: the first number is the width; BOOL has none
-    return -(-prod(header.shape) * (int(bits[0]) if bits else 8) // 8)
+    return -(-prod(header.shape) * _bits(header.dtype) // 8)
+
+
+@cache
+def _bits(dtype: str) -> int:
+    found = re.search(r"\d+", dtype)  # F8_E4M3, BF16, F6_E2M3: the first number is the width; BOOL has none
+    return int(found[0]) if found else 8
 
 
 def torch_name(dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from fewbit.checkpoints.config_values import names_under
@@ -27,7 +28,7 @@ from fewbit.spec.element import E4M3, E8M0, F32
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ONE, ROWS, TensorSpec
-from fewbit.spec.pattern import Matcher
+from fewbit.spec.pattern import Matcher, Predicate, prepared_by
 from fewbit.spec.scheme import Rule, Scheme
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -36,19 +37,40 @@ _STATIC = QuantKey(E4M3, ScaleSpec(F32, TENSOR))
 _PER_TOKEN = QuantKey(E4M3, ScaleSpec(F32, TOKEN, dynamic=True))
 
 
+def _prepared(patterns: tuple[str, ...]) -> Predicate:
+    """All patterns without groups as one expression: lists of them name every layer's norms and routers."""
+    simple = [pattern for pattern in patterns if "(" not in pattern and "\\" not in pattern]
+    rest = [pattern for pattern in patterns if pattern not in simple]
+    try:
+        start = re.compile("|".join(f"(?:{pattern})(?:(?<=\\.)|(?=\\.|$))" for pattern in simple) or r"(?!)")
+    except re.error:
+        simple, rest, start = [], list(patterns), re.compile(r"(?!)")
+    ends = tuple(simple)
+
+    def names(name: str, class_name: str) -> bool:
+        if class_name in ends or name.endswith(ends) or start.match(name):
+            return True
+        return any(matches_transformers(pattern, name, class_name) for pattern in rest)
+
+    return names
+
+
+@prepared_by(_prepared)
 def matches_transformers(pattern: str, name: str, class_name: str = "") -> bool:
     """transformers' rule for modules_to_not_convert, and the class name for targets.
 
     A pattern is a regular expression that matches from the start of the name up to a module boundary, or an ending of
     the name.
     """
-    if pattern == class_name or name.endswith(pattern):
-        return True
+    return pattern == class_name or name.endswith(pattern) or _up_to_a_boundary(pattern).match(name) is not None
+
+
+@cache
+def _up_to_a_boundary(pattern: str) -> re.Pattern[str]:
     try:
-        found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
+        return re.compile(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))")
     except re.error as error:
         raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
-    return found is not None
 
 
 class Fp8(LinearFormat):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -43,7 +44,7 @@ from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import F16
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ROWS, Extent, Layout, TensorSpec
-from fewbit.spec.pattern import Matcher
+from fewbit.spec.pattern import Matcher, by_segments, unescaped
 from fewbit.spec.scheme import Rule, Scheme
 
 V1, V2, PLANAR = "gptq", "gptq_v2", "gptq_p"
@@ -57,16 +58,23 @@ _AMBIGUOUS_BITS = (5, 6, 7)
 _LAYER_SETTINGS = ("bits", "group_size", "sym", "desc_act")
 
 
+@by_segments(lambda pattern: unescaped(pattern[2:]) if pattern[:2] in ("+:", "-:") else None)
 def matches_gptq(pattern: str, name: str, class_name: str = "") -> bool:
     """GPTQ's rules: `+:` or `-:` and a regular expression that matches from the start of the name (an entry of
     `dynamic`), a part of the name (an entry of `modules_in_block_to_quantize`), or the module's class.
     """
     if pattern[:2] in ("+:", "-:"):
-        try:
-            return re.match(pattern[2:], name) is not None
-        except re.error as error:
-            raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
+        return _expression(pattern).match(name) is not None
     return pattern == class_name or pattern in name
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """What stands after the sign."""
+    try:
+        return re.compile(pattern[2:])
+    except re.error as error:
+        raise SchemeError(f"The pattern {pattern!r} is no regular expression: {error}.", "Mend it.") from error
 
 
 class Gptq(WordFormat):
@@ -94,15 +102,12 @@ class Gptq(WordFormat):
         rules.append(Rule((*parts, *(["lm_head"] if head else [])) if parts else ("Linear",), key))
         return Scheme(self.name, tuple(rules), (), variant=version + (ACT_ORDER if ordered else ""))
 
-    def config(
-        self, layers: Mapping[str, LinearKey], plain: Sequence[str], *, desc_act: bool = False
-    ) -> dict[str, Any]:
-        """See the contract.
+    def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
+        return self.config_of_roles(layers, plain, frozenset())
 
-        Args:
-            layers, plain: as there.
-            desc_act: whether any layer was written with act-order, which keys do not tell.
-        """
+    def config_of_roles(
+        self, layers: Mapping[str, LinearKey], plain: Sequence[str], roles: frozenset[str]
+    ) -> dict[str, Any]:
         versions = sorted({self.written_as(key).variant for key in layers.values()})
         if len(versions) != 1:
             raise OutputError(
@@ -117,7 +122,7 @@ class Gptq(WordFormat):
             "quant_method": "gptq",
             "checkpoint_format": versions[0],
             **_settings_of(base),
-            "desc_act": desc_act,
+            "desc_act": "order" in roles,
             "lm_head": any(_is_head(name) for name in layers),
             "pack_dtype": "int32",
             "dynamic": {**changes, **kept},

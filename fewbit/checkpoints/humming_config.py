@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fewbit.checkpoints.config_values import names_under
+from fewbit.checkpoints.config_values import names_under, typed
 from fewbit.errors import CheckpointError, OutputError, SchemeError, closest
 from fewbit.spec.element import BF16, E2M1, E4M3, E8M0, ELEMENTS, F32, Element, integer
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
@@ -88,7 +88,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         if pattern.startswith("-:"):
             ignore.append(f"re:{pattern.removeprefix('-:')}")
         else:
-            rules.append(Rule((f"re:{pattern.removeprefix('+:')}",), _key({**config, **(changes or {})})))
+            changed = {**config, **typed(changes or {}, dict, f"dynamic of {pattern!r}")}
+            rules.append(Rule((f"re:{pattern.removeprefix('+:')}",), _key(changed)))
     return Scheme("humming", (*rules, Rule(("Linear",), _key(config))), tuple(dict.fromkeys(ignore)))
 
 
@@ -146,7 +147,7 @@ def _fields(key: LinearKey) -> dict[str, Any]:
 
 def _key(config: Mapping[str, Any]) -> LinearKey:
     fields = {name: _field(config, name) for name in _ALIASES}
-    if int(config.get("hadamard_block_size") or 0) > 1:
+    if _count(config, "hadamard_block_size") > 1:
         raise CheckpointError(
             f"hadamard_block_size is {config['hadamard_block_size']}: rotated weights are not supported.",
             "Use a checkpoint without rotations.",
@@ -166,7 +167,7 @@ def _key(config: Mapping[str, Any]) -> LinearKey:
 
 
 def _activation(fields: Mapping[str, Any]) -> QuantKey | None:
-    name, size = fields["a_dtype"], int(fields["input_scale_group_size"] or 0)
+    name, size = fields["a_dtype"], _count(fields, "input_scale_group_size")
     mode = fields["input_quant_mode"]
     if name is None or name in ("float16", "bfloat16"):
         return None
@@ -202,8 +203,13 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
     return next((config[alias] for alias in (name, *_ALIASES[name]) if config.get(alias) is not None), None)
 
 
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    """A whole number, 0 where there is none."""
+    return 0 if fields.get(name) is None else int(typed(fields[name], int, name))
+
+
 def _granularity(fields: Mapping[str, Any]) -> Granularity:
-    columns, rows = (int(fields[f"weight_scale_group_size{axis}"] or 0) for axis in ("", "_n"))
+    columns, rows = (_count(fields, f"weight_scale_group_size{axis}") for axis in ("", "_n"))
     kind = fields["weight_scale_type"]
     if kind is None:
         kind = "block" if rows > 1 else "group" if columns > 0 else "channel"

@@ -72,6 +72,9 @@ class CheckpointFormat(ABC):
     in_safetensors: ClassVar[bool] = True
     """Whether a folder of safetensors holds it; if not, an opener reads it and `quantize` cannot write it."""
 
+    writes_layers: ClassVar[bool] = True
+    """Whether it can be written for linear layers: not where it holds stacks of experts only, or has no writer."""
+
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
 
@@ -184,3 +187,17 @@ class CheckpointFormat(ABC):
             layers: module name -> key, every quantized layer.
             plain: names of the linear layers that stay as they are.
         """
+
+    def config_of_roles(
+        self,
+        layers: Mapping[str, LinearKey],
+        plain: Sequence[str],
+        roles: frozenset[str],
+    ) -> dict[str, Any]:
+        """`config` for layers whose records have `roles`, where a format's configuration has to announce one of them.
+
+        Args:
+            layers, plain: as for `config`.
+            roles: of all the layers' records together.
+        """
+        return self.config(layers, plain)

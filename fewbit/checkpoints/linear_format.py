@@ -103,17 +103,37 @@ class LinearFormat(CheckpointFormat):
         if not self._is_quantized(module, headers):
             return None
         configured = scheme.key_for(module, class_name, type(self).matcher)
-        # A module that the configuration leaves out, or gives a key that its tensors contradict, may still be stored
-        # under a key that the configuration gives to others.
-        fitting = self._fitting([*([configured] if configured else []), *scheme.keys], headers, shape)
-        if not fitting and configured:
+        as_configured, fitting = self._storages_of_kind(scheme, configured, headers, shape)
+        if not as_configured and configured:
             self.refuse_obsolete(module, configured, headers)
-            near = self._fitting(self.variations(configured, headers), headers, shape)
-            fitting = near if len({stored.key for stored in near}) == 1 else []
         if not fitting:
             raise self._contradiction(module, configured, headers, shape)
-        fitting = self.preferred(fitting, scheme, headers)
-        return self._with_activations(module, [stored for stored in fitting if stored.key == fitting[0].key], headers)
+        return self._with_activations(module, fitting, headers)
+
+    def _storages_of_kind(
+        self,
+        scheme: Scheme,
+        configured: LinearKey | None,
+        headers: Mapping[str, TensorHeader],
+        shape: tuple[int, int] | None,
+    ) -> tuple[bool, list[StoredLayer]]:
+        """Whether a module's tensors fit the configuration, and storages of one key that they fit in any case.
+
+        Found once for all modules with such tensors: a checkpoint has thousands of a few kinds.
+        """
+        kind = (self.name, id(configured), tuple(headers.items()), shape)  # the scheme holds its keys
+        if kind not in scheme.derived:
+            # A module that the configuration leaves out, or gives a key that its tensors contradict, may still be
+            # stored under a key that the configuration gives to others.
+            fitting = self._fitting([*([configured] if configured else []), *scheme.keys], headers, shape)
+            as_configured = bool(fitting)
+            if not fitting and configured:
+                near = self._fitting(self.variations(configured, headers), headers, shape)
+                fitting = near if len({stored.key for stored in near}) == 1 else []
+            fitting = self.preferred(fitting, scheme, headers) if fitting else []
+            scheme.derived[kind] = as_configured, [one for one in fitting if one.key == fitting[0].key]
+        found: tuple[bool, list[StoredLayer]] = scheme.derived[kind]
+        return found
 
     def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         weight = stored.key.weight

@@ -18,7 +18,7 @@ from fewbit.checkpoints.config_values import names_under
 from fewbit.errors import CheckpointError, closest
 from fewbit.spec.element import F32
 from fewbit.spec.key import LinearKey, QuantKey
-from fewbit.spec.pattern import matches
+from fewbit.spec.pattern import by_segments, literal_of, matches
 from fewbit.spec.scheme import Rule, Scheme
 
 VERSION = "0.47.0"
@@ -145,6 +145,7 @@ def context_of(key: LinearKey) -> CheckpointContext | None:
     return None
 
 
+@by_segments(lambda pattern: None if literal_of(pattern) is None else _unwrapped(pattern))
 def matches_modelopt(pattern: str, name: str, class_name: str = "") -> bool:
     """Whether an entry of exclude_modules, or a name in quantized_layers, means the module.
 

@@ -39,6 +39,7 @@ class Mxfp4(LinearFormat):
 
     name: ClassVar[str] = "mxfp4"
     quant_methods: ClassVar[tuple[str, ...]] = ("mxfp4", "gpt_oss_mxfp4")
+    writes_layers: ClassVar[bool] = False
     codes_names: ClassVar[tuple[str, ...]] = ("blocks",)
     scale_names: ClassVar[tuple[str, ...]] = ("scales",)
     companions: ClassVar[frozenset[str]] = frozenset({"scales"})

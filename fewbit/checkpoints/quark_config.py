@@ -21,7 +21,7 @@ from fewbit.errors import CheckpointError, closest
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, Element, integer
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
-from fewbit.spec.pattern import matches_compressed_tensors
+from fewbit.spec.pattern import by_segments, literal_of, matches_compressed_tensors
 from fewbit.spec.scheme import Rule, Scheme
 
 VERSION = "0.13"
@@ -41,6 +41,7 @@ _DTYPES: dict[str, Element] = {**_FLOATS, **_INTEGERS}
 _NAMES = {element.name: name for name, element in _FLOATS.items()}
 
 
+@by_segments(literal_of)
 def matches_quark(pattern: str, name: str, class_name: str = "") -> bool:
     """Quark's rule: an exact name, `re:` and an expression that matches from the start, a glob; or a class name."""
     if pattern.startswith("re:"):
@@ -196,10 +197,10 @@ def _is_symmetric(spec: Mapping[str, Any], element: Element, of_weight: bool) ->
 
 def _element(spec: Mapping[str, Any], where: str, of_weight: bool) -> Element:
     dtype = spec.get("dtype")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         hint = "Write it again with a current Quark." if dtype == "mx" else closest(str(dtype), _DTYPES)
         raise CheckpointError(f"{where}.dtype is {dtype!r}, which is not supported.", hint)
-    if not of_weight and str(dtype).startswith("u"):
+    if not of_weight and dtype.startswith("u"):
         raise CheckpointError(f"{where}.dtype is {dtype!r}: activations must be signed.", "Quantize them to int8.")
     return _DTYPES[dtype]
 

@@ -7,8 +7,9 @@ an index cannot lead out of the folder, and no pickle is ever opened.
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class TensorFolder(CheckpointFiles):
         self.metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         indexed = None if given.is_file() else self._index()
-        files = [given] if given.is_file() else [inside(self.path, name) for name in self._shards(indexed)]
+        files = [given] if given.is_file() else all_inside(self.path, self._shards(indexed))
         for file in files:
             self._add_shard(file)
         self.unindexed = tuple(name for name in self.headers if indexed is not None and name not in indexed)
@@ -187,13 +188,21 @@ def inside(folder: Path, name: str) -> Path:
         CheckpointError: it lies outside the folder. A hub cache, whose snapshots link into a sibling folder `blobs`, is
             no exception to the user: those blobs belong to the snapshot.
     """
-    root, target = folder.resolve(), (folder / name).resolve()
-    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-    if Path(name).is_absolute() or not (target.is_relative_to(root) or target.is_relative_to(blobs)):
-        raise CheckpointError(
-            f"{name!r} in {folder} leads out of the folder, to {target}.", "Put the file itself into the folder."
-        )
-    return folder / name
+    return all_inside(folder, [name])[0]
+
+
+def all_inside(folder: Path, names: Sequence[str]) -> list[Path]:
+    """`inside` for many names."""
+    root = folder.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    starts = tuple(f"{place}{os.sep}" for place in allowed)
+    for name in names:
+        target = os.path.realpath(folder / name)
+        if Path(name).is_absolute() or not f"{target}{os.sep}".startswith(starts):
+            raise CheckpointError(
+                f"{name!r} in {folder} leads out of the folder, to {target}.", "Put the file itself into the folder."
+            )
+    return [folder / name for name in names]
 
 
 def _read_headers(file: Path) -> tuple[dict[str, tuple[TensorHeader, tuple[int, int]]], dict[str, str]]:

@@ -60,6 +60,7 @@ class TorchAo(LinearFormat):
 
     name: ClassVar[str] = "torchao"
     quant_methods: ClassVar[tuple[str, ...]] = ("torchao",)
+    writes_layers: ClassVar[bool] = False
     codes_names: ClassVar[tuple[str, ...]] = (f"{_PREFIX}qdata",)
     scale_names: ClassVar[tuple[str, ...]] = (f"{_PREFIX}scale",)
     companions: ClassVar[frozenset[str]] = frozenset(f"{_PREFIX}{part}" for part in _PARTS[1:])

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from fewbit.cli.convert import convert
 from fewbit.cli.demo import demo
 from fewbit.cli.evaluate import evaluate
 from fewbit.cli.explain import explain
@@ -32,6 +33,7 @@ app = typer.Typer(
 COMMANDS = {
     "plan": plan,
     "quantize": quantize,
+    "convert": convert,
     "verify": verify,
     "inspect": inspect,
     "explain": explain,

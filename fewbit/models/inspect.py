@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
@@ -69,9 +70,13 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     """
     stored = StoredCheckpoint.open(path)
     layers, oddities = [], []
+    kinds: dict[Any, tuple[StoredLayer | None, InspectedModule]] = {}
     for module, headers in stored.modules.items():
         described = stored.describe(module)
-        layers.append(_inspected(stored, module, headers, described))
+        kind = (id(described), *headers.items())
+        if kind not in kinds:
+            kinds[kind] = described, _kind(stored, module, headers, described)  # kept, so that its id stays its own
+        layers.append(replace(kinds[kind][1], name=module))
         if stored.scheme is not None and stored.format is not None and "weight" in headers | _as_weight(described):
             says = stored.scheme.key_for(module, "Linear", stored.format.matcher)
             if described is not None and says is None:
@@ -90,9 +95,10 @@ def _as_weight(described: StoredLayer | None) -> dict[str, None]:
     return {"weight": None} if described is not None else {}
 
 
-def _inspected(
+def _kind(
     stored: StoredCheckpoint, module: str, headers: dict[str, TensorHeader], described: StoredLayer | None
 ) -> InspectedModule:
+    """What modules with these headers are, under the name of the first of them."""
     held = sum(nbytes(header) for header in headers.values())
     dtypes = tuple(sorted({header.dtype for header in headers.values()}))
     if described is None or stored.format is None:

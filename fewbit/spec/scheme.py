@@ -12,7 +12,7 @@ from fewbit.spec.element import Element
 from fewbit.spec.granularity import Granularity
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.module_names import expanded, members_of, spellings
-from fewbit.spec.pattern import Matcher, matches, unmatched
+from fewbit.spec.pattern import Matcher, PatternLists, matches, unmatched
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scheme:
     variant: str = ""
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
-    @property
+    @cached_property
     def keys(self) -> tuple[LinearKey, ...]:
         """Every key that the rules give, each once, in their order."""
         return tuple(dict.fromkeys(rule.key for rule in self.rules if rule.key))
@@ -59,6 +59,14 @@ class Scheme:
         Raises:
             SchemeError: the members of a joined projection are treated differently.
         """
+        module = (matcher, name, class_name)
+        if module not in self.derived:
+            self.derived[module] = self._key_of(self._decide_joined(name, class_name, matcher))
+        found: LinearKey | None = self.derived[module]
+        return found
+
+    def _decide_joined(self, name: str, class_name: str, matcher: Matcher) -> int:
+        """`_decide` for a module that may be a joined projection."""
         decided = self._decide(name, class_name, matcher)
         members = members_of(name)
         if members:
@@ -66,21 +74,29 @@ class Scheme:
             if decided >= min(decisions):  # an entry that names the joined module itself, before any member, wins
                 self._require_one_key(name, members, decisions)
                 decided = decisions[0]
-        return self._key_of(decided)
+        return decided
 
     def _decide(self, name: str, class_name: str, matcher: Matcher) -> int:
         """What names the module first: -1 for `ignore`, the index of a rule, or the number of rules for nothing."""
         names = {*spellings(name), *(other for alias in self.aliases.get(name, ()) for other in spellings(alias))}
-        for index, patterns in enumerate(self._patterns):
-            if any(matcher(pattern, called, class_name) for pattern in patterns for called in names):
-                return index - 1
-        return len(self.rules)
+        lists = self._lists(matcher)
+        found = [index for called in names if (index := lists.first(called, class_name)) is not None]
+        return min(found) - 1 if found else len(self.rules)
+
+    def _lists(self, matcher: Matcher) -> PatternLists:
+        """The entries of `ignore` and then of each rule, those that name joined projections with their members."""
+        if matcher not in self.derived:
+            entries = (self.ignore, *(rule.targets for rule in self.rules))
+            self.derived[matcher] = PatternLists(
+                (tuple(one for entry in listed for one in expanded(entry)) for listed in entries), matcher
+            )
+        found: PatternLists = self.derived[matcher]
+        return found
 
     @cached_property
-    def _patterns(self) -> tuple[tuple[str, ...], ...]:
-        """The entries of `ignore` and then of each rule, those that name joined projections with their members."""
-        entries = (self.ignore, *(rule.targets for rule in self.rules))
-        return tuple(tuple(one for entry in listed for one in expanded(entry)) for listed in entries)
+    def derived(self) -> dict[Any, Any]:
+        """What was computed from the scheme, by whoever did, so that it is done once; no part of its value."""
+        return {}
 
     def _key_of(self, decided: int) -> LinearKey | None:
         return self.rules[decided].key if 0 <= decided < len(self.rules) else None

@@ -314,7 +314,7 @@ def act_order(order: Tensor) -> tuple[QuantizedTensor, dict[str, Tensor]]:
 
 def test_act_order_is_read_and_written() -> None:
     record, tensors = act_order(torch.randperm(64) // 8)
-    scheme = GPTQ.scheme(GPTQ.config({"x": ASYM}, [], desc_act=True))
+    scheme = GPTQ.scheme(GPTQ.config_of_roles({"x": ASYM}, [], frozenset({"order"})))
     stored = GPTQ.describe(scheme, "x", headers(tensors))
     assert stored == StoredLayer(ASYM, "gptq_v2+desc_act")
     back = GPTQ.read(stored, tensors, (32, 64))

@@ -112,6 +112,14 @@ def test_inspect_reads_no_weight(cli: Cli, quantized: Path) -> None:
     assert 0 < found["quantized_bytes"] < found["bytes"]
 
 
+def test_convert_carries_codes_over(cli: Cli, quantized: Path, tmp_path: Path) -> None:
+    found = loads(cli("convert", quantized, "--to", "gptq", "-o", tmp_path / "gptq", "--json"))
+    assert found["format"] == "gptq" and {layer["sqnr_db"] for layer in found["layers"]} == {None}
+    assert loads(cli("verify", tmp_path / "gptq", "--json"))["passed"]
+    code, out, err = cli("convert", quantized, "--to", "bf16", "-o", tmp_path / "bf16")
+    assert code == 0 and "lowest SQNR" in out and "Reopened and compared" in " ".join(out.split()), err
+
+
 @pytest.mark.parametrize(
     ("device", "scheme", "kernel"),
     [("sm120", "NVFP4", "reference"), ("sm90", "FP8_DYNAMIC", "torch_scaled_mm"), ("arm", "W4A16", "reference")],
@@ -159,6 +167,9 @@ def test_run_answers(cli: Cli, quantized: Path) -> None:
         (["quantize", "MODEL", "-o", "OUT", "--scheme", "FP8", "--calibration-text", "none.txt"], "none.txt"),
         (["quantize", "NOWHERE", "-o", "OUT"], "does not exist"),
         (["quantize", "MODEL", "-o", "MODEL", "--group-size", "32"], "exists"),
+        (["convert", "MODEL", "--to", "gptq", "-o", "OUT"], "not quantized"),
+        (["convert", "QUANTIZED", "--to", "gtpq", "-o", "OUT"], "Did you mean 'gptq'?"),
+        (["convert", "QUANTIZED", "--to", "fp8", "-o", "OUT"], "--requantize FP8_BLOCK would cost an SQNR of"),
         (["explain", "--device", "sm91"], "Did you mean 'sm9"),
         (["explain", "--shape", "4096"], "Write NxK"),
         (["explain", "--disable-kernel", "marlinn"], "no kernel 'marlinn'"),
@@ -171,9 +182,9 @@ def test_run_answers(cli: Cli, quantized: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_gets_one_sentence_and_a_suggestion(
-    cli: Cli, model: Path, tmp_path: Path, arguments: list[str], sentence: str
+    cli: Cli, model: Path, quantized: Path, tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
-    places = {"MODEL": model, "OUT": tmp_path / "out", "NOWHERE": tmp_path / "nowhere"}
+    places = {"MODEL": model, "QUANTIZED": quantized, "OUT": tmp_path / "out", "NOWHERE": tmp_path / "nowhere"}
     filled = [places.get(argument, argument) for argument in arguments]
     code, out, err = cli(*filled)
     flat = " ".join(err.split())

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fewbit.checkpoints.config_values import strings
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import misfit, require_finite, tensors_by_role
 from fewbit.errors import CheckpointError, OutputError, closest
@@ -58,12 +59,14 @@ class Gguf(CheckpointFormat):
 
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
         types = config.get("types")
-        if not isinstance(types, dict) or not all(isinstance(modules, list) for modules in types.values()):
+        if not isinstance(types, dict):
             raise CheckpointError(f"quantization_config has types {types!r}, needed lists of modules by block type.")
         for name in types:
             if name not in BLOCK_TYPES:
                 raise CheckpointError(f"Unknown block type {name!r}.", closest(name, BLOCK_TYPES))
-        rules = tuple(Rule(tuple(modules), BLOCK_TYPES[name].key) for name, modules in types.items())
+        rules = tuple(
+            Rule(tuple(strings(modules, f"types of {name}")), BLOCK_TYPES[name].key) for name, modules in types.items()
+        )
         return Scheme(self.name, rules, ignore=())
 
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:

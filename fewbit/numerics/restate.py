@@ -1,0 +1,130 @@
+"""The same numbers under another key: what a format that lacks a record's own key may hold instead, bit for bit.
+
+Codes keep their meaning; what surrounds them is written out: a scale in a wider element or repeated over finer groups,
+scales of scales and second-level scales multiplied out, zero points of zero, unsigned codes minus half their range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fewbit.numerics.cast import code_dtype, encode
+from fewbit.numerics.quantize import effective_scale
+from fewbit.numerics.tensor import QuantizedTensor
+from fewbit.spec.element import BF16, E4M3, E8M0, F16, F32, Element, integer
+from fewbit.spec.granularity import CHANNEL, Granularity, block, group
+from fewbit.spec.key import QuantKey
+from fewbit.spec.layout import PLAIN
+
+_WIDER = {F16: (F32,), BF16: (F32,), E8M0: (BF16, F32), E4M3: (BF16, F16, F32)}
+"""Elements that hold every number of a scale's element."""
+
+_GROUPS = tuple(group(size) for size in (128, 64, 32, 16))
+_BLOCK = block(128, 128)
+
+
+def restatements(record: QuantizedTensor) -> Iterator[QuantKey]:
+    """Keys under which the record stands for the same float32 numbers: its own first, then the smallest ones.
+
+    Args:
+        record: in any layout.
+    """
+    key = record.key
+    yield key
+    # An act-order index counts groups as they are.
+    granularities = () if "order" in record else _finer(key.granularity)
+    symmetries = (True, False) if key.symmetric and _takes_zero_points(record) else (key.symmetric,)
+    found = [
+        replace(
+            key,
+            element=element,
+            scale=replace(key.scale, element=scale, granularity=granularity),
+            global_scale=key.global_scale if scale == key.scale.element else None,
+            symmetric=symmetric,
+        )
+        for element, scale, granularity, symmetric in product(
+            _elements(record), _scale_elements(record), (key.granularity, *granularities), symmetries
+        )
+    ]
+    yield from sorted((k for k in dict.fromkeys(found) if k != key), key=lambda k: k.bits_per_weight(record.shape))
+
+
+def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
+    """The record under one of its `restatements`.
+
+    Args:
+        record: in the plain layout.
+        key: from `restatements`.
+    """
+    if key == record.key:
+        return record
+    assert record.layout == PLAIN and record.zero_point_layout == PLAIN, "unpack the record before restating it"
+    tensors: dict[str, Tensor] = {role: record[role] for role in record.tensors}
+    if key.scale.element != record.key.scale.element:
+        tensors["scale"] = encode(_multiplied_out(record), key.scale.element)
+        tensors.pop("global_scale", None)
+    if key.symmetric != record.key.symmetric:
+        tensors["zero_point"] = torch.zeros_like(tensors["scale"], dtype=code_dtype(key.element))
+    if key.granularity != record.key.granularity:
+        for role in {"scale", "zero_point", "minimum"} & tensors.keys():
+            tensors[role] = _repeated(tensors[role], record, key.granularity)
+    if key.element != record.key.element:
+        half = 1 << (key.element.bits - 1)
+        for role in ("codes", "zero_point"):
+            tensors[role] = (tensors[role].short() - half).to(torch.int8)
+    return QuantizedTensor(key, record.shape, tensors)
+
+
+def _elements(record: QuantizedTensor) -> tuple[Element, ...]:
+    """The record's element, and the signed one of its width where codes and zero points may move together."""
+    element, zero_point = record.key.element, record.tensors.get("zero_point")
+    unsigned = element.is_integer and not element.signed and element.bits > 1
+    integral = isinstance(zero_point, Tensor) and not zero_point.is_floating_point()
+    return (element, integer(element.bits)) if unsigned and integral else (element,)
+
+
+def _scale_elements(record: QuantizedTensor) -> tuple[Element, ...]:
+    if isinstance(record.tensors["scale"], QuantizedTensor):
+        return (F32,)  # a float16 times a code of a few bits: exact
+    own = record.key.scale.element
+    return (own, F32) if "global_scale" in record else (own, *_WIDER.get(own, ()))
+
+
+def _multiplied_out(record: QuantizedTensor) -> Tensor:
+    scale = record["scale"]
+    return (
+        scale if isinstance(record.tensors["scale"], QuantizedTensor) else effective_scale(record).reshape(scale.shape)
+    )
+
+
+def _finer(granularity: Granularity) -> tuple[Granularity, ...]:
+    """Granularities whose every rectangle lies within one of `granularity`."""
+    if granularity.kind == "tensor":
+        return (CHANNEL, _BLOCK, *_GROUPS)
+    if granularity == CHANNEL:
+        return _GROUPS
+    smaller = tuple(g for g in _GROUPS if granularity.columns % g.columns == 0 and g != granularity)
+    own_columns = (group(granularity.columns),) if granularity.kind == "block" else ()
+    return tuple(dict.fromkeys((*own_columns, *smaller)))
+
+
+def _takes_zero_points(record: QuantizedTensor) -> bool:
+    """Whether zero points of zero may be written beside the codes."""
+    key = record.key
+    plain = not {"minimum", "codebook"} & record.tensors.keys() and key.global_scale is None
+    return key.element.is_integer and key.element.signed and key.element.bias == 0 and plain
+
+
+def _repeated(values: Tensor, record: QuantizedTensor, finer: Granularity) -> Tensor:
+    """Values of the record's rectangles [..., R', C'] for those of a finer granularity."""
+    rows, columns = record.key.granularity.extents(record.shape)
+    height, width = finer.extents(record.shape)
+    *_, new_rows, new_columns = finer.scale_shape(record.shape)
+    row = torch.arange(new_rows, device=values.device) * height // rows
+    column = torch.arange(new_columns, device=values.device) * width // columns
+    return values[..., row[:, None], column].contiguous()

@@ -1,0 +1,73 @@
+"""Every restatement of a record stands for the same numbers, and says so in its shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fewbit.numerics import QuantizedTensor, dequantize
+from fewbit.numerics.restate import restate, restatements
+from fewbit.packing.registry import pack_record
+from fewbit.spec import ELEMENTS, QuantKey, group
+from fewbit.spec.element import F16
+from fewbit.spec.key import ScaleSpec
+from fewbit.spec.layout import Layout
+from tests.checkpoints.layers import KEYS, layer
+
+
+@given(name=st.sampled_from(sorted(KEYS)), rows=st.integers(1, 140), groups=st.integers(1, 3), short=st.integers(0, 15))
+def test_the_numbers_are_the_same(name: str, rows: int, groups: int, short: int) -> None:
+    record = layer(KEYS[name], (rows, max(1, 128 * groups - short)))
+    keys = list(restatements(record))
+    assert keys[0] == record.key and len(set(keys)) == len(keys)
+    for key in keys:
+        again = restate(record, key)
+        again.validate()
+        assert again.key == key
+        assert torch.equal(dequantize(again), dequantize(record)), key
+
+
+def test_smaller_ones_come_first() -> None:
+    record = layer(KEYS["int4:channel:bf16"], (8, 256))
+    widths = [key.bits_per_weight(record.shape) for key in restatements(record)]
+    assert widths == sorted(widths)
+
+
+def test_unsigned_codes_and_their_zero_points_move_together() -> None:
+    key = QuantKey(ELEMENTS["uint4"], ScaleSpec(F16, group(4)), symmetric=False)
+    codes = torch.randint(0, 16, (3, 8), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (3, 2), dtype=torch.uint8)
+    record = QuantizedTensor(key, (3, 8), {"codes": codes, "scale": torch.rand(3, 2).half(), "zero_point": zeros})
+    signed = [key for key in restatements(record) if key.element.signed]
+    assert signed
+    for key in signed:
+        assert torch.equal(dequantize(restate(record, key)), dequantize(record))
+
+
+def test_scales_of_scales_are_multiplied_out() -> None:
+    codes = torch.randint(-32, 32, (2, 32), dtype=torch.int8)
+    groups = torch.randint(-128, 128, (2, 2), dtype=torch.int8)
+    nested = QuantizedTensor(
+        QuantKey.parse("int8:group2:f16"), (2, 2), {"codes": groups, "scale": torch.rand(2, 1).half()}
+    )
+    record = QuantizedTensor(QuantKey.parse("int6:group16:int8"), (2, 32), {"codes": codes, "scale": nested})
+    own, *keys = restatements(record)
+    assert own == record.key and restate(record, own) is record
+    assert keys and all(key.scale.element.name == "f32" for key in keys)
+    for key in keys:
+        assert torch.equal(dequantize(restate(record, key)), dequantize(record))
+
+
+def test_groups_under_act_order_stay() -> None:
+    record = layer(KEYS["int4:group32:f32"], (4, 128)).with_tensors(order=torch.randperm(128).int() % 4)
+    assert {key.granularity for key in restatements(record)} == {group(32)}
+    for key in restatements(record):
+        assert torch.equal(dequantize(restate(record, key)), dequantize(record))
+
+
+def test_a_packed_record_is_not_restated() -> None:
+    record = pack_record(layer(KEYS["int4:channel:bf16"], (4, 64)), Layout("dense", 4, "K", 32, 8))
+    with pytest.raises(AssertionError, match="unpack"):
+        restate(record, next(key for key in restatements(record) if key != record.key))
