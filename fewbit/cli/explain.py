@@ -97,7 +97,7 @@ def _stored(model: Path, element: str) -> dict[str, Any]:
     for layer in inspect_checkpoint(model).layers:
         if layer.key is not None:
             extras = layer.roles & {*EXTRA_ROLES}
-            request = LinearRequest(layer.key, layer.shape[0], layer.shape[1], element, extras=extras)
+            request = LinearRequest(layer.key, *layer.shape[-2:], element, extras=extras)
             kinds.setdefault(request, layer.name)
     return {name: request for request, name in kinds.items()}
 
