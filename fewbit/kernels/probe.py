@@ -61,6 +61,22 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def interprets_triton() -> bool:
+    """Whether Triton runs its programs in Python on the CPU, as its users ask of it to debug or test them."""
+    if not has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What the maker calls a device, `NVIDIA H200` say: the key of measured tables."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
 def default_device() -> str:
     """`cuda` or `xpu` where there is one, else `cpu`."""
     if torch.cuda.is_available():

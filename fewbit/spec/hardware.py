@@ -55,7 +55,7 @@ def _cuda(capability: int, features: str, bandwidth_gbs: float = 0.0, bf16_tflop
         frozenset(features.split()),
         bandwidth_gbs,
         bf16_tflops,
-        {"torch": "2.11"},
+        {"torch": "2.11", "triton": "3.6"},  # torch's CUDA builds bring Triton
     )
 
 

@@ -14,6 +14,7 @@ class Int8Backend(StrEnum):
     ONEDNN = "onednn"
     TORCH_INT8PACK = "torch_int8pack"
     TORCH_INT4PACK = "torch_int4pack"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -26,5 +27,8 @@ FAMILY = Family(
     "int8",
     Int8Backend,
     _covers,
-    {"cpu": (Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK)},
+    {
+        "cpu": (Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
+        "cuda": (Int8Backend.TRITON,),
+    },
 )

@@ -13,6 +13,7 @@ class WNA16Backend(StrEnum):
 
     TORCH_INT4PACK = "torch_int4pack"
     TORCH_INT8PACK = "torch_int8pack"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -20,4 +21,9 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element.is_integer and key.activation is None
 
 
-FAMILY = Family("int_wna16", WNA16Backend, _covers, {"cpu": (WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK)})
+FAMILY = Family(
+    "int_wna16",
+    WNA16Backend,
+    _covers,
+    {"cpu": (WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK), "cuda": (WNA16Backend.TRITON,)},
+)

@@ -12,6 +12,7 @@ from fewbit.spec.key import LinearKey
 class NvFp4Backend(StrEnum):
     """Backends of NVFP4 layers."""
 
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -19,4 +20,4 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element == E2M1 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("nvfp4", NvFp4Backend, _covers, {})
+FAMILY = Family("nvfp4", NvFp4Backend, _covers, {"cuda": (NvFp4Backend.TRITON,)})

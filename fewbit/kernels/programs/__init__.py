@@ -1,0 +1,1 @@
+"""Triton code that runs on the device. Imported only when a kernel runs: Triton is optional."""
