@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,7 +93,14 @@ def _gpu(device: str) -> Hardware:
         return DEVICES.get(name, Hardware(name, "rocm", features=frozenset({"bf16"})))
     name = f"sm{properties.major}{properties.minor}"
     capability = properties.major * 10 + properties.minor
-    return DEVICES.get(name) or _like(name, capability)
+    known = DEVICES.get(name) or _like(name, capability)
+    return replace(known, model=device_name(torch.device("cuda", index)), driver=_driver())
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver as its kernel module reports it, or an empty text."""
+    reported = Path("/sys/module/nvidia/version")
+    return reported.read_text(encoding="ascii").strip() if reported.is_file() else ""
 
 
 def _like(name: str, capability: int) -> Hardware:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
-from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear import triton_tiles
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.triton_tiles import TritonTiles
+from fewbit.kernels.linear.triton_tiles_quantized import TritonTilesQuantized
 from fewbit.kernels.linear.weight_tiles import layout_of, tile_numbers, tile_tensors
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
@@ -21,6 +22,7 @@ from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, l
 from tests.kernels.triton_here import DEVICE, needs_triton
 
 KERNEL = TritonTiles()
+QUANTIZED = TritonTilesQuantized()
 H200 = DEVICES["sm90"]
 TAKEN = [name for name, key in KEYS.items() if KERNEL.refuse(LinearRequest(key, 64, 256), H200) is None]
 # One of each way to decode and to scale; the rest differ in data only.
@@ -30,18 +32,18 @@ WAYS = (
 )  # fmt: skip
 
 
-def run(record: QuantizedTensor, name: str, dtype: str, tokens: tuple[int, ...]) -> None:
+def run(record: QuantizedTensor, name: str, dtype: str, tokens: tuple[int, ...], kernel: LinearKernel = KERNEL) -> None:
     """Calls of several numbers of rows against the definition; every second one has a bias."""
     request = LinearRequest.of(record, KEYS[name], dtype)
-    prepared = placed(KERNEL.prepare(record, request), DEVICE)
+    prepared = placed(kernel.prepare(record, request), DEVICE)
     there = moved(record, DEVICE)
     for turn, rows in enumerate(tokens):
         x = inputs((rows, request.columns), DTYPES[dtype]).to(DEVICE)
         bias = torch.randn(request.rows).to(DTYPES[dtype]).to(DEVICE) if turn % 2 else None
-        y = KERNEL.run(x, prepared, bias)
+        y = kernel.run(x, prepared, bias)
         assert (y.shape, y.dtype) == ((rows, request.rows), DTYPES[dtype])
-        assert_close(y, expected(x, there, request.key, bias, KERNEL), dtype)
-        assert torch.equal(KERNEL.run(x, prepared, bias), y), "the order of sums is fixed"
+        assert_close(y, expected(x, there, request.key, bias, kernel), dtype)
+        assert torch.equal(kernel.run(x, prepared, bias), y), "the order of sums is fixed"
         assert not prepared.tensors["counters"].any()
 
 
@@ -108,10 +110,12 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", [Plan(split=1), Plan(split=3), Plan(32, 16, split=5), Plan(64, 32, 8, 3, 2)])
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(programs=1)]
+)
 def test_every_plan_gives_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: plan)
-    run(layer(KEYS["W4A16"], 64, 1280), "W4A16", "bf16", (1, 18))
+    run(layer(KEYS["W4A16"], 128, 1280), "W4A16", "bf16", (1, 18))
 
 
 @needs_triton
@@ -120,7 +124,33 @@ def test_more_blocks_than_counters_are_not_split(monkeypatch: pytest.MonkeyPatch
     request = LinearRequest.of(record, KEYS["W4A16"])
     prepared = placed(KERNEL.prepare(record, request), DEVICE)
     few = replace(prepared, tensors={**prepared.tensors, "counters": prepared.tensors["counters"][:1].clone()})
-    monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: Plan(split=2))
+    monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: Plan(programs=3))
     x = inputs((3, 512), torch.bfloat16).to(DEVICE)
     torch.testing.assert_close(KERNEL.run(x, few, None), KERNEL.run(x, prepared, None), rtol=1e-2, atol=1e-2)
     assert not few.tensors["counters"].any()
+
+
+ACTIVATIONS = ("FP8_DYNAMIC", "FP8", "FP8 tensor per token", "W8A8", "W8A8 static", "W4A8", "W4A4 channel")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_quantized_activations_are_kept(name: str, dtype: str) -> None:
+    record = layer(KEYS[name], 33, 192)
+    assert QUANTIZED.refuse(LinearRequest.of(record, KEYS[name], dtype), H200) is None
+    run(record, name, dtype, (0, 1, 18), QUANTIZED)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ACTIVATIONS[:2])
+def test_quantized_activations_of_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: Plan(decodes_first=True))
+    run(layer(KEYS[name], 33, 192), name, "bf16", (5, 2), QUANTIZED)
+
+
+def test_dynamic_scales_of_all_tokens_and_long_rows_are_refused() -> None:
+    for name, columns, sentence in (("FP8 dynamic tensor", 256, "all tokens"), ("FP8_DYNAMIC", 32768, "one program")):
+        refusal = QUANTIZED.refuse(LinearRequest(KEYS[name], 64, columns), H200)
+        assert refusal is not None
+        assert sentence in refusal.reason

@@ -2,10 +2,10 @@
 
 Integers of any width with or without zero points, in groups of 16 to 128 or by rows, NVFP4, MXFP4, FP8 and MXFP8 are
 decoded exactly; scales of groups multiply float32 sums, so nothing is rounded before the result. One prepared layout
-serves every M: a program that decodes in registers up to a few hundred rows, and above that weights decoded once into
-a bf16 or f16 matrix for the vendor's product. Which, and in what blocks, `tile_plans` says.
+serves every M: a program that decodes in registers up to a few hundred rows, above that weights decoded once into a
+bf16 or f16 matrix for the vendor's product. Which, and in what blocks, `tile_plans` says.
 
-Sums are split over K where there are too few blocks to fill the device, and added in a fixed order: the same input gives
+Sums are split over K where blocks are too few to fill the device, and added in a fixed order: the same input gives
 the same bits, but a row's bits may depend on M, which is why batch-invariant requests are refused.
 """
 
@@ -39,7 +39,7 @@ class TritonTiles(LinearKernel):
     weight_only: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(_obstacles(request, hardware))
+        return Refusal.first(tile_obstacles(request, hardware))
 
     def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
         """See the contract.
@@ -66,7 +66,8 @@ class TritonTiles(LinearKernel):
         return 0 if layout is None else layout.nbytes + 4 * COUNTERS
 
 
-def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+def tile_obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+    """What keeps a weight from being multiplied over tiles, whatever becomes of the activations."""
     if hardware.platform != "cuda":
         yield f"runs on CUDA, found {hardware.platform}"
     if not any(package in hardware.software for package in ("triton", "pytorch-triton")):
@@ -91,26 +92,41 @@ def _linear(
     bias: Tensor | None, layout: str,
 ) -> Tensor:  # fmt: skip
     parsed = TileLayout.parse(layout)
-    if x.numel() == 0:
-        return x.new_zeros(*x.shape[:-1], parsed.rows)
     tensors = {"tiles": tiles, "scale_words": scale_words, "zero_words": zero_words, "row_scale": row_scale}
     flat = x.reshape(-1, parsed.columns).contiguous()
-    if not (x.is_cuda or interprets_triton()):
-        product = torch.nn.functional.linear(flat.float(), tile_numbers(tensors, parsed))
-        product = (product if bias is None else product + bias.float()).to(x.dtype)
-        return product.view(*x.shape[:-1], parsed.rows)
-    from fewbit.kernels.programs import launch  # imports Triton
+    return multiply(flat, None, tensors, counters, bias, parsed).view(*x.shape[:-1], parsed.rows)
 
-    plan = plan_for(parsed, flat.shape[0], device_name(flat.device))
-    if plan.decodes_first:
-        weight = launch.decode_tiles(tensors, parsed, flat.dtype)
-        product = torch.nn.functional.linear(flat, weight, None if bias is None else bias.to(flat.dtype))
+
+def multiply(
+    flat: Tensor, x_scale: Tensor | None, tensors: dict[str, Tensor], counters: Tensor, bias: Tensor | None,
+    layout: TileLayout,
+) -> Tensor:  # fmt: skip
+    """y [M, N] of x [M, K] by the plan for its M; x counts in units of `x_scale`, float32 [M] or [], if given."""
+    if flat.numel() == 0:
+        return flat.new_zeros(flat.shape[0], layout.rows)
+    on_device = flat.is_cuda or interprets_triton()
+    plan = plan_for(layout, flat.shape[0], device_name(flat.device))
+    if on_device and not plan.decodes_first:
+        from fewbit.kernels.programs import launch  # imports Triton
+
+        return launch.multiply_tiles(flat, tensors, counters, bias, layout, plan, x_scale)
+    if on_device:
+        from fewbit.kernels.programs import launch
+
+        weight = launch.decode_tiles(tensors, layout, flat.dtype)
     else:
-        product = launch.multiply_tiles(flat, tensors, counters, bias, parsed, plan)
-    return product.view(*x.shape[:-1], parsed.rows)
+        weight, flat, dtype = tile_numbers(tensors, layout), flat.float(), flat.dtype
+    product = torch.nn.functional.linear(flat, weight)
+    if x_scale is not None:
+        product.mul_(x_scale.unsqueeze(-1) if x_scale.dim() else x_scale)
+    if bias is not None:
+        product = product + bias
+    return product.to(flat.dtype if on_device else dtype)
 
 
-def _fake(x: Tensor, _tiles: Tensor, _scale_words: Tensor, _zero_words: Tensor, _row_scale: Tensor, *rest: object) -> Tensor:
+def _fake(
+    x: Tensor, _tiles: Tensor, _scale_words: Tensor, _zero_words: Tensor, _row_scale: Tensor, *rest: object
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], TileLayout.parse(rest[-1]).rows)
 
 

@@ -144,6 +144,7 @@ def layout_of(request: LinearRequest) -> TileLayout | None:
     scaled = kind == "e2m1" and group == SCALED_GROUP and key.scale.element == E4M3
     name = key.scale.element.name
     scale_kind = "e5m3" if scaled else "bf16" if key.scale.element == E4M3 else name if name in _SCALE_BITS else "f32"
+    scale_kind = scale_kind if group else "f32"
     layout = TileLayout(
         kind, width, rows, columns, 0, group, scale_kind, _offset(key.element, width), not key.symmetric
     )
@@ -183,7 +184,7 @@ def tile_tensors(plain: QuantizedTensor, layout: TileLayout) -> dict[str, Tensor
     """The prepared tensors of a plain record.
 
     Returns:
-        `tiles` int16, `scale_words` and `zero_words` int32 (empty where there are none), `row_scale` float32 [N padded].
+        `tiles` int16, `scale_words` and `zero_words` int32 (empty where there are none), `row_scale` float32 [N].
 
     Raises:
         CheckpointError: a code lies outside the element's range; packed, it would change its neighbours.
@@ -201,7 +202,7 @@ def tile_tensors(plain: QuantizedTensor, layout: TileLayout) -> dict[str, Tensor
             row_scale = row_scale * 2.0**SCALED_EXPONENT
         if layout.scale_kind == "e8m0":
             largest = int(bits.max()) if bits.numel() else 0
-            row_scale = torch.ldexp(row_scale.double(), torch.tensor(largest - 127)).float()
+            row_scale = (row_scale.double() * 2.0 ** (largest - 127)).float()
             bits = bits - largest + layout.largest_exponent
             stored = _absorb(stored, (bits > 0).float(), layout)
             bits = bits.clamp(min=1)

@@ -1,7 +1,7 @@
 """Decoding fields of packed weights in registers, exactly, two at a time where the device allows it.
 
-A 16-bit word holds fields of 2, 4 or 8 bits, see `kernels.linear.weight_tiles`. Every field becomes a bf16 or f16 number
-by placing its bits and one multiply-add:
+A 16-bit word holds fields of 2, 4 or 8 bits, see `kernels.linear.weight_tiles`. Every field becomes a bf16 or f16
+number by placing its bits and one multiply-add:
 
 * integers of 2 and 4 bits, stored plus half their range: the bits are put below the exponent of 128 (bf16) or 1024
   (f16), which makes 128 + q, and `operand` = -(128 + half + zero point) is added; every step is exact.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
+
 
 @triton.constexpr_function
 def field_assembly(kind: str, bits: int, index: int, is_bf16: bool) -> str:
@@ -119,6 +120,7 @@ def two_fields(
     words, operand, FIRST: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Two consecutive fields side by side."""
     return beside(
         field(words, operand, FIRST, KIND, BITS, MAGIC, PACKED),
         field(words, operand, FIRST + 1, KIND, BITS, MAGIC, PACKED),
@@ -130,6 +132,7 @@ def four_fields(
     words, operand, FIRST: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Four consecutive fields side by side."""
     return beside(
         two_fields(words, operand, FIRST, KIND, BITS, MAGIC, PACKED),
         two_fields(words, operand, FIRST + 2, KIND, BITS, MAGIC, PACKED),
@@ -160,16 +163,17 @@ def group_value(words, POSITION: tl.constexpr, BITS: tl.constexpr):
     """The `POSITION`-th value of `BITS` bits in int32 words, unsigned."""
     if BITS == 32:
         return words
-    return (words >> (BITS * POSITION)) & ((1 << BITS) - 1)
+    else:
+        return (words >> (BITS * POSITION)) & ((1 << BITS) - 1)
 
 
 @triton.jit
-def scale_number(values, KIND: tl.constexpr):
-    """float32 scales from their bits in int32."""
+def scale_number(values, KIND: tl.constexpr, e8m0_factor):
+    """float32 scales from their bits in int32; E8M0 ones are recoded and come out right times a factor."""
     if KIND == "f32":
         return values.to(tl.float32, bitcast=True)
     if KIND == "bf16":
         return (values << 16).to(tl.float32, bitcast=True)
     if KIND == "f16":
         return values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (values << 23).to(tl.float32, bitcast=True)  # e8m0, the smallest exponent left out
+    return (values << 23).to(tl.float32, bitcast=True) * e8m0_factor
