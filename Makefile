@@ -14,7 +14,7 @@ TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One process a core and one thread a process: the tests' matrices are small, threads would only wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(TEST_ENV) $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-fast test-model test-peer test-quality test-oldest check format clean
+.PHONY: demo test test-fast test-model test-peer test-originals originals test-quality test-oldest check format clean
 
 demo: $(VENV)/demo.stamp
 	$(TEST_ENV) $(BIN)/fewbit demo
@@ -32,6 +32,12 @@ test-model: $(VENV)/dev.stamp  # on SmolLM2-135M
 test-peer: $(VENV)/dev.stamp  # against stock transformers and compressed-tensors
 	$(PYTEST) -m peer
 
+test-originals:  # GPTQModel, AutoAWQ, HQQ and bitsandbytes read what fewbit writes, in an environment of their own
+	$(MAKE) originals VENV=$(VENV)-originals
+
+originals: $(VENV)/originals.stamp
+	$(PYTEST) tests/peers/test_originals.py
+
 test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against published figures
 	$(PYTEST) -m quality
 
@@ -48,7 +54,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest fewbit-demo build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist
 
 # torch first and by itself, so that no resolver picks a larger build of it.
 $(VENV)/torch.stamp:
@@ -65,4 +71,16 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/demo.stamp plugins/fewbit-gguf/pyproject.toml
 	$(PIP) "$(TRANSFORMERS)" --editable ".[demo,dev]"
 	$(PIP) --editable plugins/fewbit-gguf
+	touch $@
+
+# Their own dependencies would pull another torch and Triton; what they import to unpack a layer is named here. A project
+# that does not install is skipped by its tests, which say so.
+$(VENV)/originals.stamp: $(VENV)/dev.stamp
+	$(PIP) setuptools wheel
+	-$(PIP) datasets pypcre logbar device-smi threadpoolctl defuser tokenicer pillow protobuf termcolor
+	-$(PIP) --no-deps bitsandbytes==0.50.2
+	-$(PIP) --no-deps torchao==0.18.0
+	-$(PIP) --no-deps --no-build-isolation hqq==0.2.8.post1
+	-$(PIP) --no-deps --no-build-isolation autoawq==0.2.9
+	-$(PIP) --no-deps --no-build-isolation gptqmodel==7.7.0
 	touch $@

@@ -45,6 +45,8 @@ class Row:
         rules = self.settings.get("scale_rules")
         extra = [f"g{self.settings['group_size']}"] if "group_size" in self.settings else []
         extra += [f"{rules.mx} rule"] if rules else []
+        if "algorithm" in self.settings:
+            extra += [self.settings["algorithm"], *(f"{k}={v}" for k, v in self.settings.get("settings", {}).items())]
         return " ".join([self.scheme, *extra])
 
 
@@ -68,19 +70,53 @@ def without_activation_keys(model: torch.nn.Module) -> None:
             module.prepared = replace(module.prepared, constants={"description": json.dumps(description)})
 
 
-def measure(model: Path, row: Row, windows: torch.Tensor, reference: Any, activations: bool) -> dict[str, Any]:
+def with_algorithms(rows: list[Row], algorithms: list[str]) -> list[Row]:
+    """Each row once per algorithm, written `name` or `name:setting=value,setting=value`."""
+    if not algorithms:
+        return rows
+    made = []
+    for row in rows:
+        for text in algorithms:
+            name, _, settings = text.partition(":")
+            given = dict(part.split("=", 1) for part in settings.split(",") if part)
+            made.append(Row(row.scheme, {**row.settings, "algorithm": name, "settings": given}))
+    return made
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is the same for all rows.
+
+    Attributes:
+        model: folder of the unquantized model.
+        windows: int64 [count, length] of the text that is scored.
+        reference: the model itself, float32.
+        device: where everything runs.
+        calibration: text file, windows and length as `quantize` takes them.
+        activations: whether activations are quantized as the keys say.
+    """
+
+    model: Path
+    windows: torch.Tensor
+    reference: Any
+    device: str
+    calibration: dict[str, Any]
+    activations: bool
+
+
+def measure(bench: Bench, row: Row) -> dict[str, Any]:
     """Quantizes to a temporary folder, scores, removes it."""
     from fewbit.kernels.select import Preference
 
     folder = Path(tempfile.mkdtemp()) / "quantized"
     try:
         started = time.monotonic()
-        report = quantize(model, folder, row.scheme, **row.settings)
+        report = quantize(bench.model, folder, row.scheme, device=bench.device, **bench.calibration, **row.settings)
         seconds = time.monotonic() - started
-        loaded = load(folder, device="cpu", dtype=torch.float32, preference=Preference("reference"))
-        if not activations:
+        loaded = load(folder, device=bench.device, dtype=torch.float32, preference=Preference("reference"))
+        if not bench.activations:
             without_activation_keys(loaded)
-        scored = divergence(loaded, reference, windows)
+        scored = divergence(loaded, bench.reference, bench.windows)
     finally:
         shutil.rmtree(folder.parent)
     return {
@@ -96,18 +132,27 @@ def main(
     windows: Annotated[int, typer.Option(help="Windows of 1,024 tokens.")] = 16,
     only: Annotated[list[str] | None, typer.Option(help="Rows whose label contains this.")] = None,
     activations: Annotated[bool, typer.Option(help="Quantize activations as the keys say.")] = False,
+    algorithm: Annotated[list[str] | None, typer.Option(help="round_to_nearest, gptq, gptq:sweeps=1, ...")] = None,
+    calibration_text: Annotated[Path | None, typer.Option(help="UTF-8 text for calibration.")] = None,
+    calibration_windows: Annotated[int, typer.Option(help="Windows of 512 tokens for calibration.")] = 128,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON here.")] = None,
 ) -> None:
     """Prints the table of all presets."""
     quiet_libraries()
     console = Console(width=120)
     ids = token_windows(load_tokenizer(model), text.read_text(encoding="utf-8"), WINDOW_LENGTH, windows)
-    reference = load(model, device="cpu", dtype=torch.float32)
+    calibration = {
+        "calibration_text": None if calibration_text is None else str(calibration_text),
+        "calibration_windows": calibration_windows,
+    }
+    reference = load(model, device=device, dtype=torch.float32)
+    bench = Bench(model, ids.to(device), reference, device, calibration, activations)
     rows = []
-    for row in all_rows():
+    for row in with_algorithms(all_rows(), algorithm or []):
         if only and not any(part in row.label for part in only):
             continue
-        rows.append(measure(model, row, ids, reference, activations))
+        rows.append(measure(bench, row))
         console.print(rows[-1])
         if output:
             output.write_text(json.dumps({"machine": machine(), "activations": activations, "rows": rows}, indent=2))

@@ -19,10 +19,27 @@ from typing import TypeVar
 Contract = TypeVar("Contract")
 
 
-def implementations(package: ModuleType, contract: type[Contract], group: str = "") -> dict[str, Contract]:
-    """One instance of every concrete subclass of `contract` defined in a module of `package`, by its `name`.
+def implementation_classes(package: ModuleType, contract: type[Contract]) -> dict[str, type[Contract]]:
+    """Every concrete subclass of `contract` defined in a module of `package`, by its `name`.
 
     Sub-packages are searched too. Modules are imported in name order, so that the order is the same everywhere.
+
+    Raises:
+        RuntimeError: two implementations claim one name.
+    """
+    found: dict[str, type[Contract]] = {}
+    for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
+        module = importlib.import_module(info.name)
+        for _, member in inspect.getmembers(module, inspect.isclass):
+            concrete = issubclass(member, contract) and not inspect.isabstract(member)
+            if not concrete or member.__module__ != module.__name__ or "name" not in vars(member):
+                continue
+            _add(found, member)
+    return found
+
+
+def implementations(package: ModuleType, contract: type[Contract], group: str = "") -> dict[str, Contract]:
+    """One instance of each of `implementation_classes`, by its `name`.
 
     Args:
         package: the folder.
@@ -32,14 +49,7 @@ def implementations(package: ModuleType, contract: type[Contract], group: str = 
     Raises:
         RuntimeError: two implementations claim one name.
     """
-    found: dict[str, Contract] = {}
-    for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
-        module = importlib.import_module(info.name)
-        for _, member in inspect.getmembers(module, inspect.isclass):
-            concrete = issubclass(member, contract) and not inspect.isabstract(member)
-            if not concrete or member.__module__ != module.__name__ or "name" not in vars(member):
-                continue
-            _add(found, member)
+    found = {name: member() for name, member in implementation_classes(package, contract).items()}
     return found | plugins(group, contract, found) if group else found
 
 
@@ -56,7 +66,7 @@ def plugins(group: str, contract: type[Contract], own: dict[str, Contract] | Non
     Raises:
         RuntimeError: an entry point names no concrete subclass of `contract`, or two implementations claim one name.
     """
-    found = dict(own or {})
+    found: dict[str, type[Contract]] = {name: type(one) for name, one in (own or {}).items()}
     entries = importlib.metadata.entry_points(group=group)
     for entry in sorted(entries, key=lambda entry: (entry.name, entry.value)):
         try:
@@ -67,11 +77,11 @@ def plugins(group: str, contract: type[Contract], own: dict[str, Contract] | Non
         if not inspect.isclass(member) or not issubclass(member, contract) or inspect.isabstract(member):
             raise RuntimeError(f"{entry.value} in {group} is no concrete {contract.__name__}, found {member!r}")
         _add(found, member)
-    return {name: one for name, one in found.items() if name not in (own or {})}
+    return {name: member() for name, member in found.items() if name not in (own or {})}
 
 
-def _add(found: dict[str, Contract], member: type[Contract]) -> None:
+def _add(found: dict[str, type[Contract]], member: type[Contract]) -> None:
     name = vars(member)["name"]
     if name in found:
-        raise RuntimeError(f"{type(found[name])} and {member} both call themselves {name!r}")
-    found[name] = member()
+        raise RuntimeError(f"{found[name]} and {member} both call themselves {name!r}")
+    found[name] = member

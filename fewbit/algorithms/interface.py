@@ -1,15 +1,17 @@
-"""The contract of an algorithm: one layer in, one hub record out."""
+"""The contract of an algorithm: layers that share an input go in, one hub record each comes out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fewbit.algorithms.curvature import output_loss
 from fewbit.algorithms.statistics import InputStatistics
+from fewbit.errors import SchemeError, closest
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey
 from fewbit.spec.recipe import ScaleRules
@@ -17,7 +19,7 @@ from fewbit.spec.recipe import ScaleRules
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What an algorithm gets.
+    """What an algorithm gets of one layer.
 
     Attributes:
         name: the layer's name, for messages.
@@ -25,8 +27,7 @@ class LayerTask:
         key: weight and activation keys.
         rules: see `ScaleRules`.
         global_scale: float64 [1, 1] second-level multiplier that the layer shares with the members of a joined matrix.
-        statistics: of the layer's input, where the algorithm or the key needs them.
-        settings: the algorithm's own, from the recipe.
+        statistics: of the layer's input, where the algorithm or the key needs them and the layer saw any token.
     """
 
     name: str
@@ -35,22 +36,131 @@ class LayerTask:
     rules: ScaleRules = ScaleRules()
     global_scale: Tensor | None = None
     statistics: InputStatistics | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What an algorithm made of one layer.
+
+    Attributes:
+        record: the weight, in the plain layout.
+        method: what chose the codes, for the report; names the fallback where one was needed.
+        loss: mean squared error of the layer's output over that of an output of zeros, on the calibration tokens; None
+            where no statistics were at hand.
+    """
+
+    record: QuantizedTensor
+    method: str
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """What an algorithm that refines whole blocks gets of one, all of whose layers are quantized.
+
+    Attributes:
+        tasks, results: of its layers, by name.
+        batches: batches of calibration windows.
+        output: (layer name -> weight [N, K], index of a batch) -> the block's output for these weights, on what the
+            quantized blocks before it put out; differentiable in the weights.
+        target: index of a batch -> what the block puts out in the unquantized model.
+    """
+
+    tasks: Mapping[str, LayerTask]
+    results: Mapping[str, LayerResult]
+    batches: int
+    output: Callable[[Mapping[str, Tensor], int], Tensor]
+    target: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of an algorithm that has none."""
 
 
 class Algorithm(ABC):
-    """Chooses the codes and scales of a layer's weight."""
+    """Chooses the codes and scales of weights.
+
+    Args:
+        settings: values by name, as a recipe holds them; what is not given takes its default.
+
+    Raises:
+        SchemeError: a setting is unknown or of the wrong kind.
+    """
 
     name: ClassVar[str]
     """What `--algorithm` and recipes call it."""
 
-    needs_statistics: ClassVar[bool] = False
-    """Whether it needs statistics of the layer's input even where the key has no static activation scale."""
+    Settings: ClassVar[type] = NoSettings
+    """Dataclass of the algorithm's settings with their defaults."""
+
+    needs_gram: ClassVar[bool] = False
+    """Whether it works on Gram matrices, gathered from the outputs of the layers that are quantized already."""
+
+    refines_blocks: ClassVar[bool] = False
+    """Whether `refine` is to be called for each block, with the unquantized model's outputs at hand."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        self.settings: Any = read_settings(self.Settings, settings or {}, self.name)
+
+    @property
+    def settings_by_name(self) -> dict[str, Any]:
+        """Every setting, defaults included: what a recipe keeps."""
+        return dict(vars(self.settings))
 
     @abstractmethod
-    def quantize_layer(self, task: LayerTask) -> QuantizedTensor:
-        """The hub record of the layer's weight, in the plain layout.
+    def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
+        """One result per task, in order.
+
+        Args:
+            tasks: layers that read the same input and share its statistics.
 
         Raises:
-            ValueError: the weight is not finite.
+            ValueError: a weight is not finite.
         """
+
+    def refine(self, block: BlockTask) -> dict[str, LayerResult]:
+        """Better results for the layers of a block; called where `refines_blocks`."""
+        return dict(block.results)
+
+
+def read_settings(kind: type, values: Mapping[str, Any], owner: str) -> Any:
+    """An instance of the dataclass `kind` with `values`; text is read as the type of the default.
+
+    Raises:
+        SchemeError: a name is unknown or a value does not fit the type of the default.
+    """
+    defaults = {entry.name: getattr(kind(), entry.name) for entry in fields(kind)}
+    read = {}
+    for name, value in values.items():
+        if name not in defaults:
+            raise SchemeError(f"{owner} has no setting {name!r}.", closest(name, defaults) or "It takes none.")
+        read[name] = _as_type_of(defaults[name], value, f"{owner}: {name}")
+    return kind(**read)
+
+
+def _as_type_of(default: Any, value: Any, what: str) -> Any:
+    kind = type(default)
+    if kind is bool:
+        words = {"true": True, "1": True, "false": False, "0": False}
+        found = words.get(str(value).lower())
+        if found is None:
+            raise SchemeError(f"{what} is {value!r}.", "Use true or false.")
+        return found
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise SchemeError(f"{what} is {value!r}, no {kind.__name__}.", f"The default is {default!r}.") from error
+
+
+def relative_loss(weight: Tensor, approximation: Tensor, gram: Tensor | None) -> float | None:
+    """Mean squared error of a layer's output over that of an output of zeros; None without a Gram matrix.
+
+    Args:
+        weight, approximation: float32 [N, K].
+        gram: float32 [K, K].
+    """
+    if gram is None:
+        return None
+    whole = output_loss(weight, gram).sum()
+    return float(output_loss(approximation - weight, gram).sum() / whole) if whole > 0 else 0.0

@@ -5,10 +5,11 @@ The arithmetic is `fewbit.numerics.quantize`, which quantizing while loading use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from fewbit.algorithms.interface import Algorithm, LayerTask
-from fewbit.numerics import QuantizedTensor, quantize
+from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask
+from fewbit.numerics import quantize
 
 
 class RoundToNearest(Algorithm):
@@ -16,5 +17,8 @@ class RoundToNearest(Algorithm):
 
     name: ClassVar[str] = "round_to_nearest"
 
-    def quantize_layer(self, task: LayerTask) -> QuantizedTensor:
-        return quantize(task.weight, task.key.weight, task.rules, task.global_scale)
+    def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
+        return [
+            LayerResult(quantize(task.weight, task.key.weight, task.rules, task.global_scale), self.name)
+            for task in tasks
+        ]

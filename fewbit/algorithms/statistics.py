@@ -1,28 +1,53 @@
-"""Statistics of a layer's input, gathered while calibration windows pass through a block."""
+"""Statistics of a layer's input, gathered while calibration windows pass through a block.
+
+Layers that read the same tensor (q, k and v; gate and up) share one object, so each Gram matrix is made once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+GRAM_PANEL = 192
+"""Columns per panel of a Gram matrix: only panels on and above the diagonal are multiplied, nearly half of the work."""
+
 
 @dataclass
 class InputStatistics:
-    """What is known of one layer's input [M, K].
+    """What is known of one input [M, K].
 
     Attributes:
         largest: largest magnitude seen, float32 [].
         tokens: rows seen.
+        products: sum of the outer products of the rows, float32 [K, K], panels on and above the diagonal; None where it
+            is not gathered.
+        magnitudes: sum of the magnitudes of each feature, float32 [K]; None where it is not gathered.
     """
 
     largest: Tensor
     tokens: int = 0
+    products: Tensor | None = None
+    magnitudes: Tensor | None = None
 
     @classmethod
-    def empty(cls) -> InputStatistics:
-        return cls(torch.zeros(()))
+    def empty(cls, features: int | None = None, device: str | torch.device = "cpu") -> InputStatistics:
+        """Nothing seen yet; with the number of features, Gram matrix and mean magnitudes are gathered too."""
+        if features is None:
+            return cls(torch.zeros(()))
+        return cls(
+            torch.zeros(()),
+            products=torch.zeros(features, features, device=device),
+            magnitudes=torch.zeros(features, device=device),
+        )
+
+    @classmethod
+    def of_siblings(cls, others: Iterable[InputStatistics]) -> InputStatistics:
+        """What stands in for an input that was never seen: the largest of others like it, no tokens."""
+        seen = [other.largest for other in others if other.tokens]
+        return cls(torch.stack(seen).amax()) if seen else cls.empty()
 
     def add(self, x: Tensor) -> None:
         """Takes in x [..., K].
@@ -32,8 +57,42 @@ class InputStatistics:
         """
         if x.numel() == 0:
             return
-        largest = x.abs().amax().float().cpu()
+        rows = x.reshape(-1, x.shape[-1])
+        sizes = rows.abs()
+        largest = sizes.amax().float().cpu()
         if not largest.isfinite():
             raise ValueError("calibration produced NaN or infinity")
         self.largest = torch.maximum(self.largest, largest)
-        self.tokens += x.numel() // x.shape[-1]
+        self.tokens += rows.shape[0]
+        if self.products is None or self.magnitudes is None:
+            return
+        self.magnitudes += sizes.sum(dim=0, dtype=torch.float32)
+        # Products of 16-bit numbers are exact in float32, so a 16-bit multiplication that accumulates in float32 would
+        # differ in the order of the sums alone; torch rounds its result to 16 bits, so the rows are widened.
+        rows = rows.float()
+        for start in range(0, rows.shape[1], GRAM_PANEL):
+            panel = self.products[start : start + GRAM_PANEL, start:]
+            panel.addmm_(rows[:, start : start + GRAM_PANEL].T, rows[:, start:])
+
+    @property
+    def gram(self) -> Tensor:
+        """Mean outer product of the rows, float32 [K, K], symmetric.
+
+        Raises:
+            ValueError: it was not gathered, or no row was seen.
+        """
+        if self.products is None or self.tokens == 0:
+            raise ValueError("no calibration token reached this layer")
+        upper = self.products.triu() / self.tokens
+        return upper + upper.triu(diagonal=1).T
+
+    @property
+    def mean_magnitude(self) -> Tensor:
+        """Mean magnitude of each feature, float32 [K].
+
+        Raises:
+            ValueError: it was not gathered, or no row was seen.
+        """
+        if self.magnitudes is None or self.tokens == 0:
+            raise ValueError("no calibration token reached this layer")
+        return self.magnitudes / self.tokens

@@ -92,7 +92,7 @@ class AutoRound(CheckpointFormat):
         owner, layer = _delegated(stored)
         return owner.specs(layer)
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         owner, layer = _delegated(stored)
         return owner.read(layer, tensors, shape)
 

@@ -15,7 +15,6 @@ Sources: AutoAWQ 0.2.9 (`models/_config.py`, `modules/linear`), vLLM 0.33 (`auto
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,7 +25,13 @@ from torch import Tensor
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, strings, typed
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype
-from fewbit.checkpoints.word_format import WordFormat, group_extent, group_size_of, holds_words
+from fewbit.checkpoints.word_format import (
+    WordFormat,
+    group_extent,
+    group_size_of,
+    holds_words,
+    warn_of_partial_segments,
+)
 from fewbit.errors import CheckpointError, OutputError, closest
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.marlin import scale_order
@@ -103,7 +108,7 @@ class Awq(WordFormat):
         shape: tuple[int, int] | None = None,
     ) -> StoredLayer | None:
         if "qweight" in headers or len(headers.get("weight", TensorHeader("", ())).shape) == 2:
-            _warn_of_partial_segments(scheme.ignore, module)
+            warn_of_partial_segments("modules_to_not_convert", scheme.ignore, module)
         return super().describe(scheme, module, headers, class_name, shape)
 
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
@@ -152,13 +157,13 @@ class Awq(WordFormat):
             specs.append(TensorSpec("zero_point", "qzeros", zeros, zero_dtype, optional=weight.symmetric))
         return tuple(specs)
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         record = super().read(stored, tensors, shape)
         if stored.variant == "gemv_fast":
             return record.with_tensors(zero_point=_zero_points(record["zero_point"], record["scale"]))
         return record
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         groups = stored.key.weight.granularity.scale_shape(shape)[1]
         match stored.variant, role:
             case "gemv", "scale":
@@ -253,15 +258,3 @@ def _zero_points(scaled: Tensor, scale: Tensor) -> Tensor:
             "The file is damaged, or its zero points are no integers.",
         )
     return (zeros - _HALF).to(torch.int8)
-
-
-def _warn_of_partial_segments(patterns: Sequence[str], module: str) -> None:
-    """Warns where a pattern names the module by a part of a dotted segment: `gate` in `gate_proj`."""
-    for pattern in patterns:
-        if pattern in module and f".{pattern.strip('.')}." not in f".{module}.":
-            warnings.warn(
-                f"modules_to_not_convert names {module} by {pattern!r}, a part of a name's segment; AWQ's rule counts "
-                "that as a match. The stored tensors decide.",
-                UserWarning,
-                stacklevel=2,
-            )

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from fewbit.checkpoints.act_order import stated_order
-from fewbit.checkpoints.compressed_tensors_config import config_of, scheme_of
+from fewbit.checkpoints.compressed_tensors_config import config_of, kv_cache_scheme_of, scheme_of
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import E4M3
+from fewbit.spec.granularity import HEAD, TOKEN
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Axis, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher, matches_compressed_tensors
@@ -70,6 +71,12 @@ class CompressedTensors(LinearFormat):
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
         return config_of({name: self.written_as(key) for name, key in layers.items()}, plain)
 
+    def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+        return {**config, "kv_cache_scheme": kv_cache_scheme_of(key)}
+
+    def cache_scale(self, attention: str, side: str) -> str:
+        return f"{attention}.{side}_scale"
+
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
         weight = key.weight
         if weight in _FIXED:
@@ -79,7 +86,7 @@ class CompressedTensors(LinearFormat):
         if weight.element.name in _INTEGERS and weight.granularity.kind in ("tensor", "channel", "group"):
             formats = ("pack-quantized", "int-quantized")
             return tuple(StoredLayer(key, variant) for variant in (reversed(formats) if key.activation else formats))
-        if weight.element == E4M3 and weight.symmetric and weight.granularity.kind != "token":
+        if weight.element == E4M3 and weight.symmetric and weight.granularity not in (TOKEN, HEAD):
             return (StoredLayer(key, "float-quantized" if key.activation else "naive-quantized"),)
         return ()
 
@@ -142,7 +149,7 @@ class CompressedTensors(LinearFormat):
         zero_point = TensorSpec("input_zero_point", "input_zero_point", (ONE,), "int8")
         return (scale,) if key.symmetric else (scale, zero_point)
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "zero_point" if stored.key.weight.symmetric:
                 return None
@@ -203,7 +210,7 @@ def _holds_activation(key: QuantKey) -> bool:
     return key.granularity.kind == "tensor" or (key.is_dynamic and key.granularity.kind in ("token", "group"))
 
 
-def _check_shape(stored: Tensor, shape: tuple[int, int]) -> None:
+def _check_shape(stored: Tensor, shape: tuple[int, ...]) -> None:
     """weight_shape names the whole layer; `shape` may be one rank's share of it."""
     whole = [int(extent) for extent in stored]
     if any(extent < 1 or extent % share for extent, share in zip(whole, shape, strict=True)):

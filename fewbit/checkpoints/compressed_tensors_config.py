@@ -11,9 +11,9 @@ from typing import Any
 
 from fewbit.checkpoints.config_values import integer_of, strings, typed
 from fewbit.checkpoints.interface import StoredLayer
-from fewbit.errors import CheckpointError, closest
+from fewbit.errors import CheckpointError, OutputError, closest
 from fewbit.spec.element import BF16, E2M1, E2M3, E4M3, E8M0, F16, F32, Element
-from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
+from fewbit.spec.granularity import CHANNEL, HEAD, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.scheme import Rule, Scheme
 
@@ -89,6 +89,9 @@ _PRESETS = {
 """The library's own presets, which a group may name instead of describing; W8A16 has groups there."""
 
 
+_PER_HEAD = "attn_head"
+
+
 class SparsityRemovedError(CheckpointError, DeprecationWarning):
     """Sparse checkpoints: compressed-tensors removed the format, and nothing runs it any more."""
 
@@ -110,12 +113,11 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         for name, value in groups.items()
         for targets, key in _group(name, value)
     ]
-    kv_cache = config.get("kv_cache_scheme")
     return Scheme(
         str(config.get("format") or "compressed-tensors"),
         _most_specific_first(keyed),
         tuple(strings(config.get("ignore") or [], "ignore")),
-        _key(kv_cache, "kv_cache_scheme", F32) if kv_cache else None,
+        _kv_cache(config.get("kv_cache_scheme")),
     )
 
 
@@ -147,6 +149,40 @@ def config_of(layers: Mapping[str, StoredLayer], plain: Sequence[str]) -> dict[s
         "transform_config": {},
         "version": VERSION,
     }
+
+
+def kv_cache_scheme_of(key: QuantKey) -> dict[str, Any]:
+    """The `kv_cache_scheme` to write.
+
+    Raises:
+        OutputError: the format cannot describe it.
+    """
+    if not _is_of_cache(key):
+        raise OutputError(
+            f"compressed-tensors describes KV caches with one scale for the tensor or each head, found {key}.",
+            "Choose another key for the KV cache, or leave it unquantized.",
+        )
+    return _arguments(key) | ({"strategy": _PER_HEAD} if key.granularity == HEAD else {})
+
+
+def _kv_cache(value: Any) -> QuantKey | None:
+    """The key of cached keys and values, [heads, tokens, head size]."""
+    if not value:
+        return None
+    args = typed(value, dict, "kv_cache_scheme")
+    per_head = args.get("strategy") == _PER_HEAD
+    key = _key(args | ({"strategy": "tensor"} if per_head else {}), "kv_cache_scheme", F32)
+    key = key.with_granularity(HEAD) if per_head else key
+    if not _is_of_cache(key):
+        raise CheckpointError(
+            f"kv_cache_scheme has strategy {args.get('strategy')!r}, which is not supported.",
+            f"Known: tensor, {_PER_HEAD}.",
+        )
+    return key
+
+
+def _is_of_cache(key: QuantKey) -> bool:
+    return key.granularity in (TENSOR, HEAD) and key.global_scale is None
 
 
 def _group(name: str, value: Any) -> list[tuple[Any, LinearKey]]:

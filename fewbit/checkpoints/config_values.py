@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fewbit.errors import CheckpointError, SchemeError
@@ -29,6 +29,15 @@ def strings(value: Any, where: str) -> list[str]:
     """
     items = typed(value, list, where)
     return [typed(item, str, where) for item in items]
+
+
+def names_under(config: Mapping[str, Any], name: str, default: Sequence[str] = ()) -> list[str]:
+    """The list of strings under `name`; `default` where it is missing or null.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    return list(default) if config.get(name) is None else strings(config[name], name)
 
 
 def first_given(config: Mapping[str, Any], *names: str) -> Any:

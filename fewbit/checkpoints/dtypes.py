@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from fewbit.checkpoints.interface import TensorHeader
-from fewbit.spec.element import BF16, E4M3, E8M0, F16, F32, Element
+from fewbit.spec.element import BF16, E4M3, E5M2, E8M0, F16, F32, Element
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -39,6 +39,7 @@ SCALE_ELEMENTS: dict[str, Element] = {
     "BF16": BF16,
     "F32": F32,
     "F8_E4M3": E4M3,
+    "F8_E5M2": E5M2,
     "F8_E8M0": E8M0,
     "U8": E8M0,  # files older than torch's dtype, and compressed-tensors to this day
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,11 +25,13 @@ class CheckpointFiles(ABC):
         path: the folder or the file.
         headers: tensor name -> header. Names are those of transformers' modules, as `save_pretrained` writes them.
         file_of: tensor name -> name of the file that holds it.
+        metadata: the texts that the files' headers carry beside the tensors; none unless a container has them.
     """
 
     path: Path
     headers: Mapping[str, TensorHeader]
     file_of: Mapping[str, str]
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:

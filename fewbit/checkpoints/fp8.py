@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.interface import StoredLayer
 from fewbit.checkpoints.layer_tensors import element_dtype, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
@@ -67,9 +68,7 @@ class Fp8(LinearFormat):
             key = LinearKey(QuantKey(E4M3, ScaleSpec(F32, CHANNEL)), _PER_TOKEN)
         else:
             key = _key(config)
-        ignore = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
-        if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
-            raise CheckpointError(f"modules_to_not_convert is {ignore!r}, needed a list of names.", "Mend config.json.")
+        ignore = names_under(config, "modules_to_not_convert") or names_under(config, "ignored_layers")
         kv_cache = _STATIC if config.get("kv_cache_scheme") else None
         return Scheme(self.name, (Rule(("Linear",), key),), tuple(ignore), kv_cache)
 

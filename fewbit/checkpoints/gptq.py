@@ -29,9 +29,15 @@ from torch import Tensor
 
 from fewbit.checkpoints.act_order import stated_order, trivial_order
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, typed
-from fewbit.checkpoints.interface import StoredLayer
+from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype
-from fewbit.checkpoints.word_format import WordFormat, group_extent, group_size_of, holds_words
+from fewbit.checkpoints.word_format import (
+    WordFormat,
+    group_extent,
+    group_size_of,
+    holds_words,
+    warn_of_partial_segments,
+)
 from fewbit.errors import CheckpointError, OutputError, SchemeError
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import F16
@@ -117,6 +123,20 @@ class Gptq(WordFormat):
             "dynamic": {**changes, **kept},
         }
 
+    def describe(
+        self,
+        scheme: Scheme,
+        module: str,
+        headers: Mapping[str, TensorHeader],
+        class_name: str = "Linear",
+        shape: tuple[int, int] | None = None,
+    ) -> StoredLayer | None:
+        if "qweight" in headers or len(headers.get("weight", TensorHeader("", ())).shape) == 2:
+            parts = (target for rule in scheme.rules for target in rule.targets if rule.key and target != "Linear")
+            named = (part for part in parts if part[:2] not in ("+:", "-:"))
+            warn_of_partial_segments("modules_in_block_to_quantize", named, module)
+        return super().describe(scheme, module, headers, class_name, shape)
+
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
         if not holds_words(key):
             return ()
@@ -144,7 +164,7 @@ class Gptq(WordFormat):
             TensorSpec("order", "g_idx", (COLUMNS,), "int32", optional=True),
         )
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         if role == "order":
             return stated_order("g_idx", tensor, stored.key.weight)
         return super().to_hub(stored, role, tensor, shape)

@@ -9,15 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
-from fewbit.spec.key import LinearKey
+from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher, matches
 from fewbit.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from fewbit.checkpoints.files import CheckpointFiles  # which imports this module
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,24 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """What a quantized layer of a checkpoint is: its key, and which of the format's variants stores it."""
+    """What a quantized layer of a checkpoint is.
+
+    Attributes:
+        key: how it is quantized.
+        variant: which of the format's variants stores it.
+        shape: its logical shape [..., N, K] where headers alone do not show it (flattened weights) or it has leading
+            axes (stacked experts); empty otherwise.
+    """
 
     key: LinearKey
     variant: str = ""
+    shape: tuple[int, ...] = ()
+
+
+def split_at_last_dot(name: str) -> tuple[str, str]:
+    """(module, the tensor's name below it), as nearly every checkpoint names them."""
+    module, _, tensor = name.rpartition(".")
+    return module, tensor
 
 
 class CheckpointFormat(ABC):
@@ -56,6 +74,24 @@ class CheckpointFormat(ABC):
 
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
+
+    def completed(self, config: Mapping[str, Any] | None, files: CheckpointFiles) -> Mapping[str, Any] | None:
+        """The configuration with what only the weight files say; None where nothing announces this format.
+
+        Args:
+            config: the `quantization_config` of this format, or None where no file of the checkpoint has one: a format
+                whose writers leave none recognizes its tensors.
+            files: headers, and small tensors that describe others.
+        """
+        return config
+
+    def split(self, name: str) -> tuple[str, str]:
+        """(module, the tensor's name below it) of a tensor's name on disk."""
+        return split_at_last_dot(name)
+
+    def join(self, module: str, tensor: str) -> str:
+        """The inverse of `split`."""
+        return f"{module}.{tensor}"
 
     @abstractmethod
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
@@ -100,13 +136,13 @@ class CheckpointFormat(ABC):
         return frozenset(spec.role for spec in self.specs(stored))
 
     @abstractmethod
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         """The hub record of a layer, codes left in the layout they have on disk.
 
         Args:
             stored: from `describe`.
             tensors: by name below the module's.
-            shape: the layer's logical [N, K].
+            shape: the layer's logical [N, K], or [E, N, K] for a stack of experts.
 
         Raises:
             CheckpointError: a tensor has the wrong shape or dtype, or a scale is not finite.
@@ -123,6 +159,22 @@ class CheckpointFormat(ABC):
     def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
         return None
+
+    def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+        """`config` with the key of a quantized KV cache.
+
+        Raises:
+            OutputError: the format cannot describe one.
+        """
+        raise OutputError(f"{self.name} cannot describe a KV cache of {key}.", "Leave the KV cache unquantized.")
+
+    def cache_scale(self, attention: str, side: str) -> str:
+        """Name on disk of the scale of an attention module's cached keys (side `k`) or values (`v`).
+
+        Raises:
+            OutputError: the format stores none.
+        """
+        raise OutputError(f"{self.name} stores no scales of the KV cache.", "Leave the KV cache unquantized.")
 
     @abstractmethod
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:

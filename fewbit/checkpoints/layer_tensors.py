@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fewbit.checkpoints.dtypes import accepts, header_of, torch_name
 from fewbit.checkpoints.interface import TensorHeader
-from fewbit.errors import CheckpointError
-from fewbit.numerics import code_dtype
+from fewbit.errors import CheckpointError, OutputError
+from fewbit.numerics import QuantizedTensor, code_dtype
 from fewbit.spec.element import Element
 from fewbit.spec.granularity import Granularity
+from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import ONE, ROWS, Extent, TensorSpec
 
 
@@ -31,7 +32,7 @@ def element_dtype(element: Element) -> str:
 
 
 def misfit(
-    specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeader], shape: tuple[int, int] | None = None
+    specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeader], shape: tuple[int, ...] | None = None
 ) -> str | None:
     """Why a layer's tensors are not those of `specs`, or None where they are.
 
@@ -40,19 +41,21 @@ def misfit(
     Args:
         specs: what the tensors should be.
         headers: by name below the module's; names that no spec has are ignored.
-        shape: the layer's [N, K]; without it any shape that suits all tensors will do.
+        shape: the layer's [..., N, K]; without it any [N, K] that suits all tensors will do.
     """
     missing = [spec.name for spec in specs if not spec.optional and spec.name not in headers]
     if missing:
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
     present = [spec for spec in specs if spec.name in headers]
-    rows, columns = shape or largest_shape(present, headers)
+    *lead, rows, columns = shape or largest_shape(present, headers)
     for spec in present:
-        found, needed = headers[spec.name], spec.shape_of(rows, columns)
+        found, needed = headers[spec.name], (*lead, *spec.shape_of(rows, columns))
         if not accepts(spec.dtype, found.dtype):
             return f"{spec.name} is {found.dtype}, needed {spec.dtype or 'a float'}"
         exact = spec.role == "codes"
-        if (found.shape if exact else _squeezed(found.shape)) != (needed if exact else _squeezed(needed)):
+        if spec.shape is not None and (found.shape if exact else _squeezed(found.shape)) != (
+            needed if exact else _squeezed(needed)
+        ):
             return f"{spec.name} has shape {list(found.shape)}, needed {list(needed)}"
     return None
 
@@ -66,7 +69,7 @@ def largest_shape(specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeade
     bounds: dict[str, int] = {}
     for spec in specs:
         shape = headers[spec.name].shape
-        if len(shape) != len(spec.shape):
+        if spec.shape is None or len(shape) != len(spec.shape):
             continue
         for extent, size in zip(spec.shape, shape, strict=True):
             if extent.axis:
@@ -76,7 +79,7 @@ def largest_shape(specs: Sequence[TensorSpec], headers: Mapping[str, TensorHeade
 
 
 def tensors_by_role(
-    specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], shape: tuple[int, int]
+    specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """A layer's tensors by role, in the shapes of their specs; bytes of E8M0 as uint8.
 
@@ -91,7 +94,9 @@ def tensors_by_role(
     found = {}
     for spec in specs:
         if spec.name in tensors:
-            tensor = tensors[spec.name].reshape(spec.shape_of(*shape))
+            tensor = tensors[spec.name]
+            if spec.shape is not None:
+                tensor = tensor.reshape((*shape[:-2], *spec.shape_of(shape[-2], shape[-1])))
             found[spec.role] = tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor
     return found
 
@@ -118,6 +123,19 @@ def global_multiplier(name: str, stored: Tensor) -> Tensor:
             "The file is damaged, or calibration never reached the layer; quantize again.",
         )
     return stored.double()
+
+
+def require_integer_zero_points(format_name: str, record: QuantizedTensor, key: LinearKey) -> None:
+    """Raises OutputError for zero points between two codes, under a key that does not say so.
+
+    Zero points of unsigned elements may be floats (HQQ, Humming); those of signed ones are codes.
+    """
+    zero_point = record.tensors.get("zero_point")
+    if isinstance(zero_point, Tensor) and zero_point.is_floating_point() and key.weight.element.signed:
+        raise OutputError(
+            f"{format_name} stores the zero points of {key} as integers, found {zero_point.dtype}.",
+            "Quantize again, or choose a format with float zero points (hqq, humming).",
+        )
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fewbit.checkpoints.dtypes import FLOATS, SCALE_ELEMENTS
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
-from fewbit.checkpoints.layer_tensors import misfit, require_finite, tensors_by_role
+from fewbit.checkpoints.layer_tensors import misfit, require_finite, require_integer_zero_points, tensors_by_role
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.numerics import QuantizedTensor, decode
 from fewbit.packing.registry import pack_record
@@ -115,7 +115,7 @@ class LinearFormat(CheckpointFormat):
         fitting = self.preferred(fitting, scheme, headers)
         return self._with_activations(module, [stored for stored in fitting if stored.key == fitting[0].key], headers)
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         weight = stored.key.weight
         specs = self.specs(stored)
         found = tensors_by_role(specs, tensors, shape)
@@ -137,6 +137,7 @@ class LinearFormat(CheckpointFormat):
         for role in record.tensors:
             if role not in {spec.role for spec in specs}:
                 raise OutputError(f"{self.name} has no place for the {role} of {key}.", "Choose another format.")
+        require_integer_zero_points(self.name, record, key)
         layouts = self.layouts(stored)
         if (record.layout, record.zero_point_layout) != layouts:
             record = pack_record(record, *layouts)
@@ -144,12 +145,13 @@ class LinearFormat(CheckpointFormat):
         for spec in specs:
             tensor = self.to_disk(stored, spec, record)
             if tensor is not None:
-                written[spec.name] = tensor.reshape(spec.shape_of(*record.shape)).contiguous()
+                *lead, rows, columns = record.shape
+                written[spec.name] = tensor.reshape((*lead, *spec.shape_of(rows, columns))).contiguous()
             elif not spec.optional:
                 raise OutputError(f"{spec.name} of {key} is not known.", "Calibrate first: its scales are static.")
         return written
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """The hub's tensor of a role, or None where the hub keeps none; `tensor` has its spec's shape."""
         match role:
             case "scale":

@@ -25,7 +25,7 @@ from torch import Tensor
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, global_multiplier, require_finite, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
-from fewbit.checkpoints.modelopt_config import ALGORITHMS, config_of, context_of, matches_modelopt, scheme_of
+from fewbit.checkpoints.modelopt_config import ALGORITHMS, FP8_CACHE, config_of, context_of, matches_modelopt, scheme_of
 from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration
@@ -105,6 +105,14 @@ class ModelOpt(LinearFormat):
             contexts[name] = context
         return config_of(contexts, plain)
 
+    def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+        if key != FP8_CACHE:
+            return super().with_kv_cache(config, key)
+        return {**config, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+
+    def cache_scale(self, attention: str, side: str) -> str:
+        return f"{attention}.{side}_proj.{side}_scale"
+
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
         weight = key.weight
         if not weight.symmetric or weight.is_dynamic:
@@ -154,14 +162,14 @@ class ModelOpt(LinearFormat):
     ) -> list[StoredLayer]:
         def has_rank_of_file(stored: StoredLayer) -> bool:
             return all(
-                len(spec.shape) == len(headers[spec.name].shape)
+                spec.shape is None or len(spec.shape) == len(headers[spec.name].shape)
                 for spec in self.weight_specs(stored)
                 if spec.name in headers
             )
 
         return [stored for stored in storages if has_rank_of_file(stored)] or storages
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "global_scale":
                 return global_multiplier("weight_scale_2", tensor).reshape(1, 1)

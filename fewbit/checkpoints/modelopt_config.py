@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fewbit.checkpoints.config_values import names_under
 from fewbit.errors import CheckpointError, closest
 from fewbit.spec.element import F32
 from fewbit.spec.key import LinearKey, QuantKey
@@ -67,7 +68,8 @@ _UNSUPPORTED = {
     "NVFP4_SVD": "adds a low-rank product to every layer",
     "W4A8_AWQ": "rounds its dequantized int4 weights to FP8 once more",
 }
-_KV_CACHES = {"FP8": QuantKey.parse(_FP8), "NVFP4": QuantKey.parse(_NVFP4.format(size=16))}
+FP8_CACHE = QuantKey.parse(_FP8)
+_KV_CACHES = {"FP8": FP8_CACHE, "NVFP4": QuantKey.parse(_NVFP4.format(size=16))}
 
 _WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What the names of a language model's layers start with, alone or inside a multimodal one."""
@@ -175,11 +177,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         rules = _rules(inner.get("quantized_layers"))
     else:
         rules = (Rule(("Linear",), resolve(algorithm, inner, "The ModelOpt configuration").key),)
-    excluded = inner.get("exclude_modules")
-    excluded = inner.get("ignore") if excluded is None else excluded
-    if not isinstance(excluded or [], list) or not all(isinstance(pattern, str) for pattern in excluded or []):
-        raise CheckpointError(f"exclude_modules is {excluded!r}, needed a list of names.", "Mend the configuration.")
-    return Scheme(str(algorithm), rules, tuple(excluded or []), _kv_cache(inner))
+    excluded = names_under(inner, "exclude_modules", default=names_under(inner, "ignore"))
+    return Scheme(str(algorithm), rules, tuple(excluded), _kv_cache(inner))
 
 
 def config_of(layers: Mapping[str, CheckpointContext], plain: Sequence[str]) -> dict[str, Any]:

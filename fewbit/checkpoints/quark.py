@@ -122,7 +122,7 @@ class Quark(LinearFormat):
             return (scale,)
         return (scale, TensorSpec("input_zero_point", "input_zero_point", (ONE,), "int8", key.symmetric))
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         if self._ignores(stored, role):
             if tensor.any():
                 warnings.warn(

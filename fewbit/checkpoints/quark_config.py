@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.interface import StoredLayer
 from fewbit.errors import CheckpointError, closest
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, Element, integer
@@ -61,8 +62,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"export.pack_method is {pack_method!r}.", f"Known: {', '.join(PACK_METHODS)}.")
     if config.get("softmax_quant_spec"):
         raise CheckpointError("softmax_quant_spec (quantized attention) is not supported.", "Quantize without it.")
-    ignore = _names(config.get("exclude"), "exclude")
-    cached = _names(export.get("kv_cache_group"), "export.kv_cache_group")
+    ignore = names_under(config, "exclude")
+    cached = names_under(export, "kv_cache_group")
     rules, kv_cache, signs = [], None, set()
     for targets, where, layer in _layers(config):
         of_cache = where.startswith("kv_cache_quant_config") or any(target in cached for target in targets)
@@ -235,12 +236,6 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is {value!r}, needed an object.", "The configuration is malformed.")
     return value
-
-
-def _names(value: Any, where: str) -> list[str]:
-    if not isinstance(value or [], list) or not all(isinstance(name, str) for name in value or []):
-        raise CheckpointError(f"{where} is {value!r}, needed a list of names.", "The configuration is malformed.")
-    return list(value or [])
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

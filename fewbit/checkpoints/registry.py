@@ -131,6 +131,23 @@ def find_format(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
     return known[_folded(method)]
 
 
+def recognize(folder: CheckpointFiles) -> tuple[CheckpointFormat, Mapping[str, Any], str] | None:
+    """The checkpoint's format, its configuration as the weight files complete it, and what decided; None if plain.
+
+    Raises:
+        CheckpointError: a configuration is malformed, contradicts another, or belongs to no format.
+    """
+    found = quantization_config(folder)
+    checkpoint = find_format(found[0]) if found else None
+    if found is not None and checkpoint is not None:
+        return checkpoint, checkpoint.completed(found[0], folder) or found[0], found[1]
+    for candidate in formats().values():
+        config = candidate.completed(None, folder)
+        if config is not None:
+            return candidate, config, f"the names of {candidate.name}'s tensors"
+    return None
+
+
 def quantization_config(folder: CheckpointFiles) -> tuple[dict[str, Any], str] | None:
     """The checkpoint's quantization configuration and the place that decided, or None where nothing is said.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from fewbit.checkpoints.dtypes import DTYPES
 from fewbit.checkpoints.files import CheckpointFiles
-from fewbit.checkpoints.interface import TensorHeader
+from fewbit.checkpoints.interface import TensorHeader, split_at_last_dot
 from fewbit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -36,6 +36,7 @@ class TensorFolder(CheckpointFiles):
         path: the folder.
         headers: tensor name -> header, over all shards.
         file_of: tensor name -> file name.
+        metadata: the texts beside the tensors in the shards' headers (torchao describes its tensors there).
         unindexed: names of tensors that shards hold and the index does not mention; they are in `headers` too.
         unused_files: .safetensors files in the folder that are no part of the checkpoint.
 
@@ -52,6 +53,7 @@ class TensorFolder(CheckpointFiles):
         self.path = given.parent if given.is_file() else given
         self.headers: dict[str, TensorHeader] = {}
         self.file_of: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         indexed = None if given.is_file() else self._index()
         files = [given] if given.is_file() else [inside(self.path, name) for name in self._shards(indexed)]
@@ -142,7 +144,9 @@ class TensorFolder(CheckpointFiles):
     def _add_shard(self, file: Path) -> None:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, and {INDEX} names it.", "Download the missing shard.")
-        for tensor, (header, span) in _read_headers(file).items():
+        headers, metadata = _read_headers(file)
+        self.metadata |= metadata
+        for tensor, (header, span) in headers.items():
             if tensor in self.headers:
                 raise CheckpointError(
                     f"{tensor} is in {self.file_of[tensor]} and in {file.name} of {self.path}.",
@@ -160,11 +164,18 @@ class TensorFolder(CheckpointFiles):
                 )
 
 
-def by_module(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
-    """Headers by module name, then by the tensor's name below it: {`model.norm`: {`weight`: ...}}."""
+def by_module(
+    headers: Mapping[str, TensorHeader], split: Callable[[str], tuple[str, str]] = split_at_last_dot
+) -> dict[str, dict[str, TensorHeader]]:
+    """Headers by module name, then by the tensor's name below it: {`model.norm`: {`weight`: ...}}.
+
+    Args:
+        headers: by full name.
+        split: how the checkpoint's format takes names apart, see `CheckpointFormat.split`.
+    """
     modules: dict[str, dict[str, TensorHeader]] = {}
     for name, header in headers.items():
-        module, _, tensor = name.rpartition(".")
+        module, tensor = split(name)
         modules.setdefault(module, {})[tensor] = header
     return modules
 
@@ -185,8 +196,8 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _read_headers(file: Path) -> dict[str, tuple[TensorHeader, tuple[int, int]]]:
-    """Tensor name -> header and the span of its bytes in the file."""
+def _read_headers(file: Path) -> tuple[dict[str, tuple[TensorHeader, tuple[int, int]]], dict[str, str]]:
+    """Tensor name -> header and the span of its bytes in the file; and the file's metadata."""
     try:
         with safe_open(file, "pt"):
             pass  # the parser has now checked the header's size, every dtype, shape and offset, and the file's length
@@ -196,11 +207,12 @@ def _read_headers(file: Path) -> dict[str, tuple[TensorHeader, tuple[int, int]]]
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no intact safetensors file: {error}.", "Download it again.") from error
     start = 8 + length
-    return {
+    metadata = entries.pop("__metadata__", None) or {}
+    headers = {
         name: (
             TensorHeader(entry["dtype"], tuple(entry["shape"])),
             (start + entry["data_offsets"][0], start + entry["data_offsets"][1]),
         )
         for name, entry in entries.items()
-        if name != "__metadata__"
     }
+    return headers, metadata

@@ -8,7 +8,7 @@ scales     float, [K/g, N]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -35,14 +35,14 @@ class WordFormat(LinearFormat):
     def activation_specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
         return ()
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         record = super().read(stored, tensors, shape)
         packings()[record.layout.packing].packed_shape(
             shape, record.layout
         )  # refuses shapes that its words cannot hold
         return record
 
-    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    def to_hub(self, stored: StoredLayer, role: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         match role:
             case "scale":
                 return tensor.T.contiguous()
@@ -61,7 +61,7 @@ class WordFormat(LinearFormat):
                 return packings()[layout.packing].pack(zeros.to(record["scale"].device), layout)
         return super().to_disk(stored, spec, record)
 
-    def warn_of_shifted_zeros(self, stored: StoredLayer, words: Tensor, shape: tuple[int, int]) -> None:
+    def warn_of_shifted_zeros(self, stored: StoredLayer, words: Tensor, shape: tuple[int, ...]) -> None:
         """Warns where the zero points of a symmetric layer, which are not read, are all one beside the middle.
 
         That is what a file looks like that has one version's zero points under the other version's name. An asymmetric
@@ -75,6 +75,24 @@ class WordFormat(LinearFormat):
             warnings.warn(
                 f"A symmetric layer's qzeros hold {layout.offset + shift}, needed {layout.offset} in {stored.variant}: "
                 "another version's rule wrote them. Symmetric layers do not read them.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def warn_of_partial_segments(where: str, patterns: Iterable[str], module: str) -> None:
+    """Warns where a pattern names the module by a part of a dotted segment: `gate` in `gate_proj`.
+
+    Args:
+        where: the entry of the configuration that holds the patterns.
+        patterns: of a rule that asks whether they are a part of the name.
+        module: whose tensors are described.
+    """
+    for pattern in patterns:
+        if pattern in module and f".{pattern.strip('.')}." not in f".{module}.":
+            warnings.warn(
+                f"{where} names {module} by {pattern!r}, a part of a name's segment; the format's rule counts that as "
+                "a match. The stored tensors decide.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -102,7 +102,7 @@ def stored_requests(model: Path, element: str) -> dict[Any, str]:
     for layer in inspect_checkpoint(model).layers:
         if layer.key is not None:
             extras = layer.roles & {*EXTRA_ROLES}
-            request = LinearRequest(layer.key, layer.shape[0], layer.shape[1], element, extras=extras)
+            request = LinearRequest(layer.key, *layer.shape[-2:], element, extras=extras)
             kinds.setdefault(request, layer.name)
     return kinds
 

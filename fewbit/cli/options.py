@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fewbit.errors import SchemeError
+
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it, or a .gguf file.")
 ]
@@ -31,9 +33,20 @@ MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents a
 IntegerRule = Annotated[
     str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
 ]
-CalibrationText = Annotated[
-    str | None, typer.Option("--calibration-text", help="UTF-8 text for static scales; built-in prose by default.")
+KvCache = Annotated[
+    str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
 ]
+CalibrationText = Annotated[
+    str | None, typer.Option("--calibration-text", help="UTF-8 text for calibration; built-in prose by default.")
+]
+CalibrationWindows = Annotated[
+    int, typer.Option("--calibration-windows", min=1, help="Windows of tokens that calibration reads.")
+]
+CalibrationLength = Annotated[int, typer.Option("--calibration-length", min=2, help="Tokens in each window.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
+]
+QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
 Device = Annotated[
     str,
@@ -49,3 +62,18 @@ Mix = Annotated[
     list[str] | None,
     typer.Option("--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1 by default."),
 ]
+
+
+def parse_settings(given: list[str] | None) -> dict[str, str]:
+    """`name=value` texts as a mapping.
+
+    Raises:
+        SchemeError: a text has no `=`.
+    """
+    parsed = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SchemeError(f"Cannot read the setting {text!r}.", "Write --set name=value.")
+        parsed[name.strip()] = value.strip()
+    return parsed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,11 +18,19 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    algorithm: Annotated[str, typer.Option("--algorithm", help="What chooses the codes.")] = "round_to_nearest",
+    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
+    ] = None,
+    settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
     integer_scale_rule: options.IntegerRule = "full",
     calibration_text: options.CalibrationText = None,
+    calibration_windows: options.CalibrationWindows = 32,
+    calibration_length: options.CalibrationLength = 512,
+    kv_cache: options.KvCache = None,
+    device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     json: options.Json = False,
 ) -> None:
@@ -35,18 +43,37 @@ def quantize(
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
-        scheme, group_size, tuple(ignore or ()), format, algorithm, short_last_group, rules, calibration_text
+        scheme,
+        group_size,
+        tuple(ignore or ()),
+        format,
+        effort,
+        algorithm,
+        options.parse_settings(settings),
+        short_last_group,
+        rules,
+        calibration_text,
+        calibration_windows,
+        calibration_length,
+        kv_cache,
     )
     shard_bytes = parse_size(max_shard_size)
     made = asked.plan(model)
-    calibration = calibration_for(model, made, asked.calibration_text)
+    calibration = calibration_for(model, made, asked)
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
         report = quantize_checkpoint(
-            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance
+            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
         )
     if json:
         print_json(report | {"output": str(output)})
         return
+    _print_outcome(report)
+    for caution in made.cautions:
+        console.print(f"[yellow]Note:[/] {caution}")
+    console.print(f"Next: fewbit verify {output} --against {model}")
+
+
+def _print_outcome(report: dict[str, Any]) -> None:
     lossy = [layer for layer in report["layers"] if layer["sqnr_db"] is not None]
     worst = min(lossy, key=lambda layer: layer["sqnr_db"], default=None)
     quality = "Nothing was lost."
@@ -54,11 +81,18 @@ def quantize(
         mean = sum(layer["sqnr_db"] for layer in lossy) / len(lossy)
         quality = f"Mean SQNR {mean:.1f} dB, lowest {worst['sqnr_db']:.1f} dB in {worst['name']}."
     console.print(
-        f"{len(report['layers'])} layers quantized to {report['bits_per_weight']:.3f} bits per weight "
-        f"in {report['seconds']:.1f} s: "
+        f"{len(report['layers'])} layers quantized by {report['algorithm']} to "
+        f"{report['bits_per_weight']:.3f} bits per weight in {report['seconds']:.1f} s: "
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )
-    for caution in made.cautions:
-        console.print(f"[yellow]Note:[/] {caution}")
-    console.print(f"Next: fewbit verify {output} --against {model}")
+    lost = [layer for layer in report["layers"] if layer["loss"] is not None]
+    if lost:
+        worst = max(lost, key=lambda layer: layer["loss"])
+        console.print(f"Largest relative error of an output: {worst['loss']:.2%} in {worst['name']}.")
+    unreached = [layer["name"] for layer in report["layers"] if layer["note"]]
+    if unreached:
+        console.print(f"[yellow]Note:[/] no calibration token reached {len(unreached)} layers, {unreached[0]} for one.")
+    for method in sorted({layer["method"] for layer in report["layers"]} - {report["algorithm"]}):
+        names = [layer["name"] for layer in report["layers"] if layer["method"] == method]
+        console.print(f"[yellow]Note:[/] {len(names)} layers fell back ({method}), the first {names[0]}.")

@@ -13,10 +13,11 @@ import torch
 
 from fewbit.errors import FewbitError
 from fewbit.evaluation.divergence import divergence
-from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers
+from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
 from fewbit.models.calibration import builtin_text, load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.pipeline import REPORT_FILE, sqnr_db, weight_hash
+from fewbit.models.outcome import sqnr_db, weight_hash
+from fewbit.models.pipeline import REPORT_FILE
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import decode
 
@@ -89,7 +90,7 @@ def _check_layers(
         if known and known["sha256"] != weight_hash(layer.numbers):
             different.append(layer.name)
         if originals is not None:
-            ratio = sqnr_db(originals.load(f"{layer.name}.weight"), layer.numbers)
+            ratio = sqnr_db(source_weight(originals, layer), layer.numbers)
             if ratio is not None and ratio < POOR_SQNR_DB:
                 poor.append(f"{layer.name} at {ratio:.1f} dB")
         if on_layer is not None:
@@ -126,6 +127,8 @@ def _check_model(result: Verification, path: Path, against: str | Path | None) -
     result.add("configuration", not report.contradictions, _outcome(report.contradictions, "agrees with the tensors"))
     carried = f", {len(report.carried)} carried along: {', '.join(report.carried[:3])}" if report.carried else ""
     result.add("tensors", True, f"every tensor has a place in the model{carried}")
+    if report.kv_cache is not None:
+        result.add("KV cache", True, _outcome(list(report.kv_cache.notes), str(report.kv_cache)))
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(16)[None] % vocabulary
     with torch.no_grad():

@@ -82,19 +82,23 @@ class StoredWeights:
             )
         self.headers = {tensor: header for tensor, header in headers.items() if tensor in specs}
 
+    def parameter(self, tensor: str) -> str:
+        """Name of the layer's parameter that holds a stored tensor; a parameter's name cannot have dots."""
+        return tensor.replace(".", "__")
+
     def create(self, layer: nn.Module) -> None:
         """Registers one meta parameter per stored tensor."""
         for tensor, header in self.headers.items():
             empty = torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
-            layer.register_parameter(tensor, nn.Parameter(empty, requires_grad=False))
+            layer.register_parameter(self.parameter(tensor), nn.Parameter(empty, requires_grad=False))
 
     def take(self, layer: nn.Module) -> dict[str, Tensor]:
         """The filled tensors by name; the layer's parameters of these names are removed."""
         taken = {}
         for tensor in self.headers:
-            parameter = layer.get_parameter(tensor)
+            parameter = layer.get_parameter(self.parameter(tensor))
             if parameter.is_meta:
                 raise CheckpointError(f"{self.name}.{tensor} was never loaded.", "Get the whole folder.")
             taken[tensor] = parameter.data
-            delattr(layer, tensor)
+            delattr(layer, self.parameter(tensor))
         return taken

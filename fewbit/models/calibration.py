@@ -1,22 +1,17 @@
-"""Calibration: text into token windows, and hidden states carried from block to block."""
+"""Calibration text: from a file or the built-in prose to windows of tokens."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoTokenizer
 
-from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.registry import opener_of
 from fewbit.errors import ModelError
-from fewbit.models.families import blocks_of, family_of_model
 
 
 @dataclass(frozen=True)
@@ -86,109 +81,3 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
     if available == 0:
         raise ModelError(f"The text has {len(ids)} tokens, a window needs {length}.", "Give a longer text.")
     return ids[: available * length].reshape(available, length)
-
-
-class BlockStream:
-    """Hidden states of calibration windows, carried through the blocks one at a time.
-
-    Only the block at hand has its weights; the states of all windows are kept in the model's dtype.
-
-    Args:
-        model: on meta, with real buffers.
-        filled: context manager that fills a submodule's parameters from the checkpoint and sends them back to meta.
-        windows: int64 [count, length].
-        batch: windows that pass together.
-    """
-
-    def __init__(self, model: PreTrainedModel, filled: Callable[[str], Any], windows: Tensor, batch: int = 4) -> None:
-        self.model, self.filled = model, filled
-        self.states: list[Tensor] = []
-        self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
-        with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
-            for window in windows.split(batch):
-                run(window)
-
-    def _record(self, path: str, state: Tensor, arguments: dict[str, Any]) -> None:
-        if path == next(iter(self.arguments)):
-            self.states.append(state)
-        self.arguments[path].append(arguments)
-
-    def through(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
-        """Carries the states through the block at `path` and gathers the inputs of its linear layers.
-
-        Args:
-            path: the block's, in the model.
-            layers: name of a layer, whatever the caller calls it -> its path in the model.
-
-        Returns:
-            Layer name -> statistics of its input.
-        """
-        statistics = {name: InputStatistics.empty() for name in layers}
-        with self.filled(path), torch.no_grad():
-            block = self.model.get_submodule(path)
-            handles = [
-                self.model.get_submodule(location).register_forward_pre_hook(
-                    lambda _module, inputs, gathered=statistics[name]: gathered.add(inputs[0])
-                )
-                for name, location in layers.items()
-            ]
-            for index, state in enumerate(self.states):
-                output = block(state, **self.arguments[path][index])
-                self.states[index] = output[0] if isinstance(output, tuple) else output
-            for handle in handles:
-                handle.remove()
-        return statistics
-
-
-class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early
-    pass
-
-
-class _Recorder(nn.Module):
-    """Stands in for a block: hands on the states it gets and tells what else it was given."""
-
-    def __init__(self, block: nn.Module, path: str, last: bool, record: Callable[..., None]) -> None:
-        super().__init__()
-        # In a list, so that the block is no submodule of its stand-in.
-        self._block, self._path, self._last, self._record = [block], path, last, record
-
-    def forward(self, state: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        if positional:
-            raise ModelError(f"{self._path} is called with positional arguments.", "Calibrate a listed architecture.")
-        self._record(self._path, state, arguments)
-        if self._last:
-            raise _LastBlockReached
-        return state
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"][0], name)
-
-
-@contextmanager
-def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
-    """Replaces every block by its recorder meanwhile; yields a function that runs the model on token ids."""
-    blocks = blocks_of(model)
-    container = model.get_submodule(family_of_model(model).blocks)
-    last = next(reversed(blocks))
-    for index, (path, block) in enumerate(blocks.items()):
-        container[index] = _Recorder(block, path, path == last, record)
-
-    def run(ids: Tensor) -> None:
-        try:
-            model(input_ids=ids, use_cache=False)
-        except _LastBlockReached:
-            return
-
-    try:
-        yield run
-    finally:
-        for index, block in enumerate(blocks.values()):
-            container[index] = block
-
-
-def _embedding_path(model: PreTrainedModel) -> str:
-    embedding = model.get_input_embeddings()
-    return next(name for name, module in model.named_modules() if module is embedding)

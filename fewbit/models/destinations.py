@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from transformers import PreTrainedModel
 
+from fewbit.checkpoints.interface import split_at_last_dot
 from fewbit.models.experts import UnfusedExperts, expert_by_name, layer_of_expert, unfuse
 from fewbit.models.names import Names
 from fewbit.models.replace import replace_submodule, submodule
@@ -18,11 +19,19 @@ class Destinations:
     Args:
         model: on meta; experts that the checkpoint stores one by one are replaced by `UnfusedExperts`.
         modules: names of the checkpoint's modules.
+        split: how its format takes the names of tensors apart, see `CheckpointFormat.split`.
     """
 
-    def __init__(self, model: PreTrainedModel, modules: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: Iterable[str],
+        split: Callable[[str], tuple[str, str]] = split_at_last_dot,
+    ) -> None:
         self._names = Names(model)
+        self._split = split
         self._modules: dict[str, str] = {}
+        self._renamed: dict[str, tuple[str, ...]] = {}
         for module in modules:
             target = self._names.target(f"{module}.weight")
             path = target.name.removesuffix(".weight")
@@ -32,7 +41,17 @@ class Destinations:
             elif (named := expert_by_name(path)) and submodule(model, named[0]) and not submodule(model, path):
                 experts, path = named
                 _take_apart(model, experts)
+            elif path != module:
+                self._renamed[module] = (path,)
             self._modules[module] = path
+
+    @property
+    def renamed(self) -> Mapping[str, tuple[str, ...]]:
+        """Module on disk -> transformers' name for it, where that differs: entries of a configuration may use either.
+
+        Names that only fewbit has, of experts taken apart, are not among them.
+        """
+        return self._renamed
 
     def module(self, stored: str) -> str:
         """Path in the model of a module on disk."""
@@ -40,9 +59,11 @@ class Destinations:
 
     def tensor(self, stored: str) -> str:
         """Name in the model of a tensor on disk."""
-        module, _, leaf = stored.rpartition(".")
-        if module in self._modules and (leaf == "weight" or self._modules[module] != module):
-            return f"{self._modules[module]}.{leaf}"
+        module, leaf = self._split(stored)
+        path = self._modules.get(module)
+        # A name that is not module, dot and leaf belongs to a format that has its own way of joining them.
+        if path is not None and (leaf == "weight" or path != module or stored != f"{module}.{leaf}"):
+            return f"{path}.{leaf}"
         return self._names.target(stored).name
 
 

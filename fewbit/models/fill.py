@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
@@ -19,10 +20,13 @@ class PartialModel:
     Args:
         model: on meta.
         folder: the unquantized checkpoint.
+        device: where the filled submodule is; the model's buffers are sent there.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: TensorFolder) -> None:
-        self.model, self.folder = model, folder
+    def __init__(self, model: PreTrainedModel, folder: TensorFolder, device: str | torch.device = "cpu") -> None:
+        self.model, self.folder, self.device = model, folder, torch.device(device)
+        for name, buffer in list(model.named_buffers()):
+            set_tensor(model, name, buffer.to(self.device))
         self.destinations = Destinations(model, by_module(folder.headers))
         self._sources = {self.destinations.tensor(stored): stored for stored in folder.headers}
 
@@ -40,7 +44,7 @@ class PartialModel:
                 raise ModelError(f"The checkpoint lacks {name}.", "Get the whole folder.")
             slot = tensor_slot(self.model, name)
             assert slot is not None
-            set_tensor(self.model, name, self.folder.load(self._sources[name]).to(slot.dtype))
+            set_tensor(self.model, name, self.folder.load(self._sources[name]).to(self.device, slot.dtype))
         try:
             yield
         finally:

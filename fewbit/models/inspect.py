@@ -99,6 +99,6 @@ def _inspected(
         largest = max(headers.values(), key=lambda header: prod(header.shape))
         return InspectedModule(module, None, "", largest.shape, held, dtypes)
     present = [spec for spec in stored.format.specs(described) if spec.name in headers]
-    shape = largest_shape(present, headers)
+    shape = described.shape or largest_shape(present, headers)
     roles = stored.format.roles(described)
     return InspectedModule(module, described.key, described.variant, shape, held, dtypes, roles)

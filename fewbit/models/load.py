@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from fewbit.checkpoints.interface import StoredLayer
+from fewbit.checkpoints.kv_scales import cache_scale_name
 from fewbit.errors import CheckpointError
 from fewbit.kernels.probe import default_device, this_machine
 from fewbit.kernels.select import Preference
@@ -18,9 +20,14 @@ from fewbit.methods.base import Placement, StoredWeights
 from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedding_of
 from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
+from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
+from fewbit.models.stacked_experts import replace_stack, stack_shape
 from fewbit.models.stored import StoredCheckpoint
+
+_SCALE = re.compile(r"(?:^|_)(?:scales?|scale_inv|scale_2|zero_point|zeros)$")
+"""Ends of names of tensors without which a weight is not what it is."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just dealt with."""
@@ -34,12 +41,14 @@ class LoadReport:
         format: name of the checkpoint format, empty for a plain checkpoint.
         layers: module name on disk -> what is stored, for every quantized layer.
         carried: tensors that the model class has no place for (draft heads, KV-cache scales), not used.
+        kv_cache: what is known of a quantized KV cache; None where nothing speaks of one.
         contradictions: layers whose tensors are not what the configuration says, and its entries that match nothing.
     """
 
     format: str = ""
     layers: dict[str, StoredLayer] = field(default_factory=dict)
     carried: list[str] = field(default_factory=list)
+    kv_cache: KvCacheReport | None = None
     contradictions: list[str] = field(default_factory=list)
 
 
@@ -91,9 +100,10 @@ class _Loader:
     """The state of one load: which stored module goes where, and what is still to come."""
 
     def __init__(self, model: PreTrainedModel, stored: StoredCheckpoint, placement: Placement) -> None:
-        self.model, self.stored, self.placement = model, stored, placement
+        self.model, self.placement = model, placement
         self.tied = tied_names(model)
-        self.destinations = Destinations(model, stored.modules)
+        self.destinations = Destinations(model, stored.modules, stored.split)
+        self.stored = stored.renamed(self.destinations.renamed)
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
@@ -106,9 +116,11 @@ class _Loader:
             plain = submodule(self.model, path)
             class_name = type(plain).__name__ if plain is not None else ""
             classes.append((module, class_name))
-            described = self.stored.describe(module, class_name or "Linear", matrix_shape(plain))
+            stack = stack_shape(self.model, path)
+            shape = stack[1:] if stack is not None else matrix_shape(plain)
+            described = self.stored.describe(module, class_name or "Linear", shape)
             self._compare_with_scheme(module, class_name, described)
-            if described is not None and plain is not None:
+            if described is not None and (plain is not None or stack is not None):
                 self._replace(module, path, plain, described)
         if self.stored.scheme and self.stored.format:
             # Modules that tensors do not show, a tied head for one, are what an entry may mean as well.
@@ -127,11 +139,14 @@ class _Loader:
         if says is not None and described is None and class_name == "Linear":
             self.report.contradictions.append(f"{module} is stored plain, the configuration says {says}")
 
-    def _replace(self, module: str, path: str, plain: nn.Module, described: StoredLayer) -> None:
+    def _replace(self, module: str, path: str, plain: nn.Module | None, described: StoredLayer) -> None:
         assert self.stored.format is not None
         weights = StoredWeights(module, self.stored.format, described, self.stored.modules[module])
-        if isinstance(plain, nn.Linear):
-            replacement: nn.Module = linear_of(plain, LinearMethod(described.key, self.placement, weights))
+        replacement: nn.Module
+        if plain is None:
+            replacement = replace_stack(self.model, path, self.placement, weights)
+        elif isinstance(plain, nn.Linear):
+            replacement = linear_of(plain, LinearMethod(described.key, self.placement, weights))
         elif isinstance(plain, nn.Embedding):
             replacement = embedding_of(plain, EmbeddingMethod(self.placement, weights))
         else:
@@ -140,8 +155,10 @@ class _Loader:
                 "Leave this module unquantized.",
             )
         replacement.method.create_weights(replacement)
-        replace_submodule(self.model, path, replacement)
-        parameters = {f"{module}.{tensor}": f"{path}.{tensor}" for tensor in weights.headers}
+        if plain is not None:
+            replace_submodule(self.model, path, replacement)
+        join, leaf = self.stored.format.join, weights.parameter
+        parameters = {join(module, tensor): f"{path}.{leaf(tensor)}" for tensor in weights.headers}
         self.targets |= parameters
         self.pending[path] = set(parameters.values())
         self.report.layers[module] = described
@@ -152,13 +169,32 @@ class _Loader:
         for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
             target = self.targets.get(name) or self.destinations.tensor(name)
             if tensor_slot(self.model, target) is None:
-                self.report.carried.append(name)
+                self._carry(name)
                 continue
             value = folder.load(name)
             self._set(target, value, keep_dtype=name in self.targets)
             self._process_if_complete(target)
             if progress is not None:
                 progress(value.nbytes)
+        scales = {name: folder.load(name) for name in self.report.carried if cache_scale_name(name)}
+        key = self.stored.scheme.kv_cache if self.stored.scheme else None
+        self.report.kv_cache = kv_cache_report(key, self.stored.modules, scales)
+
+    def _carry(self, name: str) -> None:
+        """Notes a tensor that has no place in the model.
+
+        Raises:
+            CheckpointError: it is a scale of a module that the model has, whose weight would be read without it.
+        """
+        module, leaf = self.stored.split(name)
+        built = submodule(self.model, self.destinations.module(module)) is not None
+        if built and _SCALE.search(leaf) and cache_scale_name(name) is None:
+            described = self.report.layers.get(module)
+            raise CheckpointError(
+                f"{name} belongs to a layer that is {described.key if described else 'plain'}, and nothing uses it.",
+                "Check that the configuration is the checkpoint's own; a scale that is left out changes every number.",
+            )
+        self.report.carried.append(name)
 
     def _process_if_complete(self, target: str) -> None:
         path = target.rpartition(".")[0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +14,46 @@ import torch
 from torch import Tensor
 
 import fewbit
-from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.algorithms.interface import Algorithm, BlockTask, LayerResult, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.dtypes import header_of, nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.kv_scales import attention_modules
 from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folder
 from fewbit.checkpoints.registry import formats
-from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import CheckpointError, ModelError
-from fewbit.models.calibration import BlockStream, Calibration
+from fewbit.models.block_stream import BlockStream, Output
+from fewbit.models.calibration import Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
+from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.outcome import InputSeen, LayerOutcome, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
+from fewbit.models.replace import tensor_slot
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
-from fewbit.packing.registry import dequantize_record
+from fewbit.packing.registry import dequantize_record, unpack_record
 from fewbit.spec.recipe import Recipe
 
 RECIPE_FILE = "fewbit_recipe.json"
 REPORT_FILE = "quantization_report.json"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
 CALIBRATION_LENGTH = 512
 
 
-@dataclass(frozen=True)
-class LayerOutcome:
-    """What quantizing did to one layer.
-
-    Attributes:
-        sqnr_db: signal to quantization noise of the weight, decibels; None where nothing was lost.
-        sha256: of the dequantized weight's float32 bytes, minus zero written as zero.
-        bytes: of all the tensors that store it.
-    """
-
-    name: str
-    key: str
-    shape: tuple[int, int]
-    sqnr_db: float | None
-    sha256: str
-    bytes: int
-
-
 def plan_needs_calibration(plan: Plan) -> bool:
     """Whether the plan's algorithm or keys need activations."""
-    if algorithm(plan.recipe.algorithm).needs_statistics:
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
         return True
-    return any(layer.key is not None and needs_calibration(layer.key.activation) for layer in plan.layers)
+    keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
+    return any(needs_calibration(key) for key in keys)
 
 
 def quantize_checkpoint(
@@ -75,6 +64,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -85,6 +75,7 @@ def quantize_checkpoint(
         calibration: token windows, needed where `plan_needs_calibration` says so.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
+        device: where blocks run and codes are chosen.
 
     Returns:
         The report, which is also written to `quantization_report.json`.
@@ -99,14 +90,14 @@ def quantize_checkpoint(
     started = time.monotonic()
     source = Path(source)
     with staged_folder(Path(output)) as staging:
-        run = _Run(source, plan, calibration, progress or (lambda _: None))
+        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device))
         writer = ShardWriter(staging, max_shard_bytes)
         for name, tensor in run.tensors():
             writer.add(name, tensor)
         writer.finish()
         copy_side_files(source, staging)
         recipe = run.recipe()
-        _write_config(source, staging, run.checkpoint.config(run.keys(), run.plain()))
+        _write_config(source, staging, run.config(), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = run.report(recipe, writer.nbytes, time.monotonic() - started)
         (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
@@ -116,28 +107,36 @@ def quantize_checkpoint(
 class _Run:
     """The state of one pass over a checkpoint."""
 
-    def __init__(self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress) -> None:
-        self.plan, self.calibration, self.progress = plan, calibration, progress
+    def __init__(
+        self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
+    ) -> None:
+        self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
-        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm)
+        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
         self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
-        self.model = build_on_meta(config, config_dtype(config))
-        self.partial = PartialModel(self.model, self.folder)
+        # Few CPUs multiply 16-bit floats as fast as float32.
+        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+        self.partial = PartialModel(self.model, self.folder, device)
         self.joined = joined_members(self.model)
         self.shared: dict[tuple[str, ...], Tensor] = {}
-        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), self.plain()))
+        self.seen: dict[str, InputStatistics] = {}  # inputs of the layers of the block at hand
+        self.cache_key = plan.recipe.scheme.kv_cache
+        self.watch = CacheWatch()
+        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), plan.plain))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result: what is outside the blocks first, then block by block."""
-        statistics_of = self._statistics()
+        stream = self._stream()
         for block, names in self._units().items():
-            statistics = statistics_of(block) if block else {}
+            results = self._through(stream, block) if stream is not None and block else {}
             for name in names:
-                yield from self._convert(name, statistics)
+                yield from self._convert(name, results)
                 self.progress(nbytes(self.folder.headers[name]))
+            if block:
+                yield from self._cache_scales(block)
 
     def _units(self) -> dict[str, list[str]]:
         """Stored tensors by the block they belong to; the key of those outside every block is empty."""
@@ -148,30 +147,95 @@ class _Run:
             units[next((path for prefix, path in prefixes.items() if target.startswith(prefix)), "")].append(name)
         return units
 
-    def _statistics(self) -> Callable[[str], Mapping[str, InputStatistics]]:
+    def _stream(self) -> BlockStream | None:
         if self.calibration is None or not plan_needs_calibration(self.plan):
-            return lambda _: {}
-        stream = BlockStream(self.model, self.partial.filled, self.calibration.windows)
+            return None
+        windows = self.calibration.windows.to(self.device)
+        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
 
-        def through(block: str) -> Mapping[str, InputStatistics]:
-            inside = [name for name, layer in self.layers.items() if layer.block == block]
-            return stream.through(block, {name: self.partial.destinations.module(name) for name in inside})
+    def _through(self, stream: BlockStream, block: str) -> dict[str, LayerResult]:
+        """Carries calibration through a block and quantizes its layers by what it shows.
 
-        return through
+        An algorithm that works on Gram matrices sees what the quantized layers before each layer put out; for static
+        activation scales alone the block runs as it is.
+        """
+        inside = {
+            name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
+        }
+        results: dict[str, LayerResult] = {}
+        self.seen = seen = {}
+        stream.watch = self.watch = CacheWatch()
 
-    def _convert(self, name: str, statistics: Mapping[str, InputStatistics]) -> Iterator[tuple[str, Tensor]]:
+        def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
+            found = self._quantize(names, statistics)
+            results.update(found)
+            seen.update(dict.fromkeys(names, statistics))
+            return _weights(found)
+
+        def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
+            tasks = {name: self._task(self.layers[name], statistics) for name, statistics in seen.items()}
+            task = BlockTask(tasks, dict(results), len(stream.states), output, target)
+            refined = self.algorithm.refine(task)
+            results.update({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
+            return _weights(refined)
+
+        if self.algorithm.refines_blocks:
+            stream.solve(block, inside, solve, refine)
+        elif self.algorithm.needs_gram:
+            stream.solve(block, inside, solve)
+        else:
+            seen.update(stream.gather(block, inside))
+            for name, statistics in seen.items():
+                results |= self._quantize([name], statistics)
+        return results
+
+    def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
+        """The static scales of the block's key-value cache, by their names on disk."""
+        if self.cache_key is None or not needs_calibration(self.cache_key):
+            return
+        place = self.partial.destinations.module
+        modules = [name for name in by_module(self.folder.headers) if place(name).startswith(f"{block}.")]
+        for attention in attention_modules(modules):
+            for side in ("k", "v"):
+                scale = self.watch.scale(side, self.cache_key)
+                if scale is None:
+                    raise ModelError(f"{attention} caches nothing that can be seen.", "Leave the KV cache unquantized.")
+                yield self.checkpoint.cache_scale(attention, side), scale
+
+    def _convert(self, name: str, results: Mapping[str, LayerResult]) -> Iterator[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
         layer = self.layers.get(module)
         if layer is None or name != f"{module}.weight":
             yield name, self.folder.load(name)
             return
-        weight = self.folder.load(name)
-        record = self._quantize(layer, weight, statistics.get(module))
+        result = results[module] if module in results else self._quantize([module], None)[module]
         assert layer.key is not None
-        stored = self.checkpoint.write(record, layer.key)
-        self.outcomes.append(_outcome(layer, weight, self._reread(layer, stored), stored))
+        stored = self.checkpoint.write(result.record.to("cpu"), layer.key)
+        reread = self._reread(layer, stored)
+        seen = self._input_seen(layer)
+        self.outcomes.append(outcome_of(layer, self.folder.load(name), unpack_record(reread), stored, result, seen))
         for suffix, tensor in stored.items():
             yield f"{module}.{suffix}", tensor
+
+    def _input_seen(self, layer: PlannedLayer) -> InputSeen:
+        """How many calibration tokens reached a layer, and what was done where none did."""
+        if self.calibration is None or not layer.block or not plan_needs_calibration(self.plan):
+            return InputSeen()
+        own = self.seen.get(layer.name)
+        if own is not None and own.tokens:
+            return InputSeen(own.tokens)
+        note = "no calibration token reached it"
+        if layer.key is None or not needs_calibration(layer.key.activation):
+            return InputSeen(0, note)
+        source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
+        return InputSeen(0, f"{note}; its activation scale is from {source}")
+
+    def _of_siblings(self, name: str) -> InputStatistics:
+        """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""
+        place = _EXPERT.sub(".experts.*.", name)
+        return InputStatistics.of_siblings(
+            other for sibling, other in self.seen.items() if _EXPERT.sub(".experts.*.", sibling) == place
+        )
 
     def _reread(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:
         """The record as a reader will get it: a format may hold a scale with fewer digits than the hub."""
@@ -181,24 +245,38 @@ class _Run:
         assert described is not None, f"{layer.name} was written as a plain layer"
         return self.checkpoint.read(described, stored, shape)
 
-    def _quantize(self, layer: PlannedLayer, weight: Tensor, statistics: InputStatistics | None) -> QuantizedTensor:
-        assert layer.key is not None
-        recipe = self.plan.recipe
-        task = LayerTask(
-            layer.name, weight, layer.key, recipe.scale_rules, self._shared_scale(layer), statistics, recipe.settings
-        )
+    def _quantize(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
+        """Layers that read one input, by name."""
+        tasks = [self._task(self.layers[name], statistics) for name in names]
         try:
-            record = self.algorithm.quantize_layer(task)
+            found = self.algorithm.quantize_layers(tasks)
         except ValueError as error:
-            raise CheckpointError(f"{layer.name}: {error}.", "Repair the source model or ignore this layer.") from error
-        if layer.key.activation is not None and needs_calibration(layer.key.activation):
-            if statistics is None:
-                raise ModelError(
-                    f"{layer.name} lies outside the decoder blocks and its activation scale cannot be calibrated.",
-                    "Ignore this layer.",
-                )
-            record = record.with_tensors(**static_input_scales(statistics.largest, layer.key.activation))
-        return record
+            raise CheckpointError(
+                f"{', '.join(names)}: {error}.", "Repair the source model or ignore these layers."
+            ) from error
+        return {task.name: self._with_input_scale(task, result) for task, result in zip(tasks, found, strict=True)}
+
+    def _task(self, layer: PlannedLayer, statistics: InputStatistics | None) -> LayerTask:
+        assert layer.key is not None
+        weight = self.folder.load(f"{layer.name}.weight").to(self.device)
+        shared = self._shared_scale(layer)
+        shared = None if shared is None else shared.to(self.device)
+        return LayerTask(layer.name, weight, layer.key, self.plan.recipe.scale_rules, shared, statistics)
+
+    def _with_input_scale(self, task: LayerTask, result: LayerResult) -> LayerResult:
+        """The result with the static scale of its activation, where its key has one."""
+        if task.key.activation is None or not needs_calibration(task.key.activation):
+            return result
+        found = task.statistics
+        if (found is None or not found.tokens) and _EXPERT.search(task.name):
+            found = self._of_siblings(task.name)
+        elif found is None or not found.tokens:
+            raise ModelError(
+                f"No calibration token reached {task.name}, and its activation scale cannot be known.",
+                "Ignore this layer, or choose a scheme with dynamic activation scales.",
+            )
+        scales = static_input_scales(found.largest, task.key.activation)
+        return replace(result, record=result.record.with_tensors(**scales))
 
     def _shared_scale(self, layer: PlannedLayer) -> Tensor | None:
         """The second-level scale that the members of a joined matrix share; None where the layer has its own."""
@@ -215,14 +293,10 @@ class _Run:
         """Layer name -> key, for the configuration."""
         return {name: layer.key for name, layer in self.layers.items()}
 
-    def plain(self) -> list[str]:
-        """Names of the layers with a matrix of weights that stay as they are, embeddings excepted.
-
-        A tied head is not on disk, but readers build it and must be told.
-        """
-        named = [layer.name for layer in self.plan.layers if layer.key is None and layer.reason != "embedding"]
-        head = next((n for n, m in self.model.named_modules() if m is self.model.get_output_embeddings()), None)
-        return named if head is None or head in named or head in self.layers else [*named, head]
+    def config(self) -> dict[str, Any]:
+        """The `quantization_config` to write."""
+        config = self.checkpoint.config(self.keys(), self.plan.plain)
+        return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
@@ -241,38 +315,25 @@ class _Run:
             "bits_per_weight": self.plan.bits_per_weight,
             "seconds": round(seconds, 3),
             "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
+            "tie_word_embeddings": "untied: the head is quantized apart" if self.plan.unties else "as in the source",
             "layers": [vars(outcome) for outcome in self.outcomes],
+            "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
         }
 
-
-def weight_hash(numbers: Tensor) -> str:
-    """SHA-256 of float32 numbers, row-major and little-endian, minus zero written as zero."""
-    return hashlib.sha256((numbers.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
-
-
-def sqnr_db(numbers: Tensor, approximation: Tensor) -> float | None:
-    """Signal to quantization noise in decibels; None where nothing was lost."""
-    signal = numbers.double().square().sum()
-    noise = (numbers.double() - approximation.double()).square().sum()
-    return float(10 * torch.log10(signal / noise)) if noise > 0 else None
+    def _has_place(self, name: str) -> bool:
+        """Whether the model class builds a stored tensor; those that it does not build are written as they were."""
+        return tensor_slot(self.model, self.partial.destinations.tensor(name)) is not None
 
 
-def _outcome(
-    layer: PlannedLayer, weight: Tensor, record: QuantizedTensor, stored: Mapping[str, Tensor]
-) -> LayerOutcome:
-    approximation = dequantize_record(record)
-    return LayerOutcome(
-        layer.name,
-        str(layer.key),
-        (layer.shape[0], layer.shape[1]),
-        sqnr_db(weight, approximation),
-        weight_hash(approximation),
-        sum(tensor.nbytes for tensor in stored.values()),
-    )
+def _weights(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
+    return {name: dequantize_record(result.record) for name, result in results.items()}
 
 
-def _write_config(source: Path, staging: Path, quantization: dict[str, Any]) -> None:
+def _write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
+    """The source's config.json with its quantization, and without a tie between ends that differ from now on."""
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = quantization
+    if unties:
+        config["tie_word_embeddings"] = False
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")

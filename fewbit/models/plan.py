@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats
@@ -54,18 +56,23 @@ class Plan:
     Attributes:
         recipe: with everything resolved.
         layers: every module with a matrix of weights, in the checkpoint's order.
+        plain: names of the layers that stay as they are, embeddings excepted; a tied head is not on disk, but readers
+            build it and must be told.
         bytes_before, bytes_after: of all tensors.
         block_bytes: of the largest decoder block as it is now.
         dtype: element name of the checkpoint's weights.
+        unties: whether the source ties its head to its embedding, and the head will no longer be equal to it.
         cautions: what other readers of the format are known to refuse, a sentence each.
     """
 
     recipe: Recipe
     layers: tuple[PlannedLayer, ...]
+    plain: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     block_bytes: int
     dtype: str
+    unties: bool = False
     cautions: tuple[str, ...] = ()
 
     @property
@@ -109,6 +116,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     Raises:
         SchemeError: a pattern matches nothing, or nothing would be quantized.
         ShapeError: a layer's shape does not fit its key or the format.
+        OutputError: the format cannot describe these layers side by side, or their KV cache.
         CheckpointError: the checkpoint cannot be read or is quantized already.
         ModelError: transformers has no model for it.
     """
@@ -128,15 +136,23 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     dtype = float_element(config_dtype(config))
     scheme = recipe.scheme.with_scale_element(dtype)
     recipe = Recipe(**{**vars(recipe), "scheme": scheme, "source": recipe.source or source.resolve().name})
-    layers = _layers(stored, config, recipe)
+    model = build_on_meta(config, config_dtype(config))
+    layers = _layers(stored, model, recipe)
     _check_patterns(recipe, layers)
     _check_shapes(layers, checkpoint, short_last_group)
+    plain = _plain(layers, model)
+    checkpoint.config(
+        {layer.name: layer.key for layer in layers if layer.key}, plain
+    )  # refuses what it cannot describe
+    _check_kv_cache(recipe, checkpoint)
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
     after = before - saved + sum(_stored_bits(layer) // 8 for layer in layers if layer.key)
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
-    return Plan(recipe, layers, before, after, _largest_block(stored, layers), dtype.name, cautions)
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
+    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, unties, cautions)
 
 
 def _format(name: str) -> CheckpointFormat:
@@ -151,9 +167,8 @@ def _format(name: str) -> CheckpointFormat:
     return found
 
 
-def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[PlannedLayer, ...]:
+def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) -> tuple[PlannedLayer, ...]:
     """Every module of the checkpoint with a matrix of weights, and what the scheme says of it."""
-    model = build_on_meta(config, config_dtype(config))
     destinations, blocks = Destinations(model, stored.modules), tuple(f"{path}." for path in blocks_of(model))
     embedding = model.get_input_embeddings()
     layers = []
@@ -173,6 +188,29 @@ def _layers(stored: StoredCheckpoint, config: object, recipe: Recipe) -> tuple[P
             reason = "" if key else "ignored by the scheme"
         layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _check_kv_cache(recipe: Recipe, checkpoint: CheckpointFormat) -> None:
+    key = recipe.scheme.kv_cache
+    if key is None:
+        return
+    if not key.symmetric:
+        raise SchemeError(f"KV caches of {key} are not calibrated: they have zero points.", "Use a symmetric key.")
+    checkpoint.with_kv_cache({}, key)
+    checkpoint.cache_scale("", "k")
+
+
+def _plain(layers: tuple[PlannedLayer, ...], model: PreTrainedModel) -> tuple[str, ...]:
+    """See `Plan.plain`."""
+    named = [layer.name for layer in layers if layer.key is None and layer.reason != "embedding"]
+    head = _head(model)
+    return tuple(named if not head or head in {layer.name for layer in layers} else [*named, head])
+
+
+def _head(model: PreTrainedModel) -> str:
+    """Name of the output head; empty where the model has none."""
+    output = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is output), "")
 
 
 def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fewbit.algorithms.effort import algorithm_for
+from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
 from fewbit.models.calibration import Calibration, load_tokenizer, read_text, token_windows
 from fewbit.models.load import Progress
@@ -19,7 +21,7 @@ from fewbit.models.pipeline import (
 )
 from fewbit.models.plan import Plan, make_plan
 from fewbit.spec.granularity import CHANNEL, group
-from fewbit.spec.presets import preset
+from fewbit.spec.presets import kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
 
 
@@ -32,50 +34,63 @@ class QuantizeOptions:
         group_size: numbers of a row under one scale; -1 for one scale per channel, None for the preset's own.
         ignore: patterns of layers that stay as they are, besides `lm_head`.
         format: checkpoint format to write.
-        algorithm: what chooses the codes.
+        effort: `fast`, `balanced` or `best`: which algorithm chooses the codes, where none is named.
+        algorithm: what chooses the codes, by name.
+        settings: the algorithm's own, by name.
         short_last_group: whether a group size that does not divide K may leave a shorter last group.
         scale_rules: see `ScaleRules`.
         calibration_text: UTF-8 file for calibration, None for the built-in prose.
+        calibration_windows, calibration_length: how many windows of how many tokens are read from it.
+        kv_cache: name of a key for the KV cache, `fp8` or `fp8_head`; None where it stays as it is.
     """
 
     scheme: str = "W4A16"
     group_size: int | None = None
     ignore: tuple[str, ...] = ()
     format: str = "compressed-tensors"
-    algorithm: str = "round_to_nearest"
+    effort: str = "fast"
+    algorithm: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     short_last_group: bool = False
     scale_rules: ScaleRules = ScaleRules()
     calibration_text: str | None = None
+    calibration_windows: int = CALIBRATION_WINDOWS
+    calibration_length: int = CALIBRATION_LENGTH
+    kv_cache: str | None = None
 
     def recipe(self) -> Recipe:
         """The recipe that these options describe.
 
         Raises:
-            SchemeError: the scheme is unknown, or does not take a group size.
+            SchemeError: the scheme, the effort, the algorithm or a setting is unknown, or the scheme does not take a
+                group size.
         """
         scheme = preset(self.scheme).ignoring(self.ignore)
+        if self.kv_cache is not None:
+            scheme = replace(scheme, kv_cache=kv_cache_preset(self.kv_cache))
         if self.group_size is not None:
             if self.group_size == 0 or self.group_size < -1:
                 raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")
             scheme = scheme.with_granularity(CHANNEL if self.group_size == -1 else group(self.group_size))
-        return Recipe(scheme, self.format, self.algorithm, scale_rules=self.scale_rules)
+        chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
+        return Recipe(scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules)
 
     def plan(self, source: str | Path) -> Plan:
         """The plan for a model folder; see `make_plan` for the errors."""
         return make_plan(source, self.recipe(), self.short_last_group)
 
 
-def calibration_for(source: str | Path, plan: Plan, text_file: str | None) -> Calibration | None:
+def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions) -> Calibration | None:
     """Token windows for a plan that needs them, None for one that does not.
 
     Raises:
-        ModelError: the text or the tokenizer cannot be read.
+        ModelError: the text or the tokenizer cannot be read, or the text is too short for one window.
     """
     if not plan_needs_calibration(plan):
         return None
-    text, name = read_text(text_file)
-    windows = token_windows(load_tokenizer(source), text, CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
-    return Calibration(windows, name)
+    text, name = read_text(asked.calibration_text)
+    tokenizer = load_tokenizer(source)
+    return Calibration(token_windows(tokenizer, text, asked.calibration_length, asked.calibration_windows), name)
 
 
 def quantize(
@@ -87,6 +102,7 @@ def quantize(
     ignore: Iterable[str] = (),
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
@@ -99,6 +115,7 @@ def quantize(
         ignore: patterns of layers that stay as they are, besides `lm_head`.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
+        device: where blocks run and codes are chosen.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -109,7 +126,13 @@ def quantize(
     """
     asked = replace(QuantizeOptions(scheme, group_size, tuple(ignore)), **options)
     plan = asked.plan(model)
-    calibration = calibration_for(model, plan, asked.calibration_text)
+    calibration = calibration_for(model, plan, asked)
     return quantize_checkpoint(
-        model, output, plan, calibration=calibration, max_shard_bytes=max_shard_bytes, progress=progress
+        model,
+        output,
+        plan,
+        calibration=calibration,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        device=device,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from fewbit.checkpoints.files import CheckpointFiles
-from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
-from fewbit.checkpoints.registry import find_format, open_files, quantization_config
+from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader, split_at_last_dot
+from fewbit.checkpoints.registry import open_files, recognize
 from fewbit.checkpoints.tensor_files import by_module
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.scheme import Scheme
@@ -38,16 +39,24 @@ class StoredCheckpoint:
             CheckpointError: the folder or its configuration cannot be read.
         """
         folder = open_files(Path(path))
-        found = quantization_config(folder)
-        checkpoint = find_format(found[0]) if found else None
-        if found is None or checkpoint is None:
+        found = recognize(folder)
+        if found is None:
             return cls(folder)
-        return cls(folder, checkpoint, checkpoint.scheme(found[0]), found[1])
+        checkpoint, config, decided_by = found
+        return cls(folder, checkpoint, checkpoint.scheme(config), decided_by)
 
     @cached_property
     def modules(self) -> dict[str, dict[str, TensorHeader]]:
         """Headers by module: name of the module on disk -> name below it -> header."""
-        return by_module(self.folder.headers)
+        return by_module(self.folder.headers, self.split)
+
+    def renamed(self, aliases: Mapping[str, tuple[str, ...]]) -> StoredCheckpoint:
+        """The same checkpoint, entries of whose configuration may mean modules by these names as well."""
+        return self if self.scheme is None else replace(self, scheme=self.scheme.also_called(aliases))
+
+    def split(self, name: str) -> tuple[str, str]:
+        """(module, name below it) of a tensor's name on disk."""
+        return self.format.split(name) if self.format else split_at_last_dot(name)
 
     def describe(
         self, module: str, class_name: str = "Linear", shape: tuple[int, int] | None = None
@@ -61,11 +70,11 @@ class StoredCheckpoint:
             return None
         return self.format.describe(self.scheme, module, self.modules[module], class_name, shape)
 
-    def record(self, module: str, stored: StoredLayer, shape: tuple[int, int]) -> QuantizedTensor:
+    def record(self, module: str, stored: StoredLayer, shape: tuple[int, ...]) -> QuantizedTensor:
         """The hub record of a quantized layer of logical `shape`, read from its file."""
         assert self.format is not None
         owned = {spec.name for spec in self.format.specs(stored)} & set(self.modules[module])
-        tensors = {tensor: self.folder.load(f"{module}.{tensor}") for tensor in owned}
+        tensors = {tensor: self.folder.load(self.format.join(module, tensor)) for tensor in owned}
         record = self.format.read(stored, tensors, shape)
         record.validate(module)
         return record

@@ -1,12 +1,13 @@
 """The arithmetic that defines every format: casts, scale rules, quantize and dequantize, and the hub record."""
 
 from fewbit.numerics.cast import code_dtype, decode, encode, finite_codes, float_element, round_to
-from fewbit.numerics.quantize import dequantize, effective_scale, quantize, quantize_with
+from fewbit.numerics.quantize import clipped_share, dequantize, effective_scale, quantize, quantize_with
 from fewbit.numerics.tensor import ROLES, QuantizedTensor
 
 __all__ = [
     "ROLES",
     "QuantizedTensor",
+    "clipped_share",
     "code_dtype",
     "decode",
     "dequantize",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -104,6 +106,22 @@ def dequantize(record: QuantizedTensor) -> Tensor:
     if "minimum" in record:
         blocks = blocks + over_blocks(record["minimum"].float())
     return from_blocks(blocks, record.shape)
+
+
+def clipped_share(numbers: Tensor, record: QuantizedTensor) -> float:
+    """Share of `numbers` beyond the last code of a plain record's scales by more than half a step.
+
+    The largest numbers may be that far out, and the rounding of a 16-bit scale (2**-8) may move them further. The MX
+    rule `floor` clips block maxima between 1.75 and 2 times a power of two, for one.
+    """
+    assert "order" not in record and "codebook" not in record, "these have no rectangles, or no last code"
+    element = record.key.element
+    spacing = 1.0 if element.is_integer else 2.0 ** (math.frexp(element.max)[1] - 1 - element.mantissa_bits)
+    tensors = {role: record[role] for role in ("scale", "zero_point", "global_scale") if role in record}
+    quotients = _quotients(to_blocks(numbers.float(), record.key.granularity), record.key, tensors)
+    high, low = (element.max + spacing / 2) * (1 + 2.0**-7), (element.min - spacing / 2) * (1 + 2.0**-7)
+    beyond = (quotients > high) | (quotients < low)
+    return int(beyond.sum()) / max(1, numbers.numel())
 
 
 def effective_scale(record: QuantizedTensor) -> Tensor:

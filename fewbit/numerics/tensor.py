@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from fewbit.errors import ShapeError
@@ -78,6 +79,10 @@ class QuantizedTensor:
     def with_tensors(self, **changes: Tensor | QuantizedTensor) -> QuantizedTensor:
         """The same record with some roles added or replaced."""
         return replace(self, tensors={**self.tensors, **changes})
+
+    def to(self, device: str | torch.device) -> QuantizedTensor:
+        """The same record on another device."""
+        return replace(self, tensors={role: tensor.to(device) for role, tensor in self.tensors.items()})
 
     def validate(self, name: str = "tensor") -> None:
         """Checks that the parts fit together.

@@ -1,7 +1,7 @@
 """Descriptions only: frozen values, standard library, no torch."""
 
 from fewbit.spec.element import ELEMENTS, Element, integer
-from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
+from fewbit.spec.granularity import CHANNEL, HEAD, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.hardware import DEVICES, Hardware, device
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import PLAIN, Extent, Layout, TensorSpec
@@ -13,6 +13,7 @@ __all__ = [
     "CHANNEL",
     "DEVICES",
     "ELEMENTS",
+    "HEAD",
     "PLAIN",
     "PRESETS",
     "TENSOR",

@@ -181,10 +181,11 @@ _INTEGERS = [
         Element(f"uint{bits}b{1 << (bits - 1)}", bits, True, bias=1 << (bits - 1)),
     )
 ]
+_BINARY = Element("uint1", 1, False)  # HQQ's 1-bit codes; a signed bit would not hold a weight
 
 ELEMENTS: dict[str, Element] = {
     element.name: element
-    for element in [*_INTEGERS, E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, F16, BF16, F32]
+    for element in [_BINARY, *_INTEGERS, E2M1, E2M3, E3M2, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, F16, BF16, F32]
 }
 
 

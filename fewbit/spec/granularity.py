@@ -20,9 +20,9 @@ WHOLE = 0
 class Granularity:
     """A rectangle of `rows` x `columns` numbers under one scale; 0 stands for the whole axis.
 
-    `kind` is one of tensor, channel, token, group, block. Channel and token are the same rectangle over different
+    `kind` is one of tensor, channel, token, head, group, block. Channel and token are the same rectangle over different
     tensors (one scale per row of a weight, or per row of an activation) and stay apart because people ask for them by
-    name.
+    name. Head is the matrix [tokens, size] of each head of a cached key or value, where tensor has one scale for all.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Granularity:
 
     @classmethod
     def parse(cls, text: str) -> Granularity:
-        """Reads the text form back: tensor, channel, token, group64, block128x128.
+        """Reads the text form back: tensor, channel, token, head, group64, block128x128.
 
         Raises:
             SchemeError: the text is none of these, or an extent is 0.
@@ -67,14 +67,15 @@ class Granularity:
         if match := re.fullmatch(r"block([1-9]\d*)x([1-9]\d*)", text):
             return block(int(match[1]), int(match[2]))
         raise SchemeError(
-            f"Unknown granularity {text!r}.", "Use tensor, channel, token, group<size> or block<rows>x<columns>."
+            f"Unknown granularity {text!r}.", "Use tensor, channel, token, head, group<size> or block<rows>x<columns>."
         )
 
 
 TENSOR = Granularity("tensor", WHOLE, WHOLE)
 CHANNEL = Granularity("channel", 1, WHOLE)
 TOKEN = Granularity("token", 1, WHOLE)
-_FIXED = {str(granularity): granularity for granularity in (TENSOR, CHANNEL, TOKEN)}
+HEAD = Granularity("head", WHOLE, WHOLE)
+_FIXED = {str(granularity): granularity for granularity in (TENSOR, CHANNEL, TOKEN, HEAD)}
 
 
 def group(size: int) -> Granularity:

@@ -88,20 +88,22 @@ class TensorSpec:
     Attributes:
         role: what it is in the hub (`codes`, `scale`, `zero_point`, `global_scale`, `order`, `input_scale`, ...).
         name: its name on disk below the layer's, say `weight_packed`.
-        shape: one `Extent` per axis.
+        shape: one `Extent` per axis; None where any shape will do (texts, notes).
         dtype: torch's name of the stored dtype; None accepts any float dtype.
         optional: whether a checkpoint may leave it out.
+        uncut: axes along which it cannot be split, because its order mixes them (flattened or folded weights).
     """
 
     role: str
     name: str
-    shape: tuple[Extent, ...]
+    shape: tuple[Extent, ...] | None
     dtype: str | None
     optional: bool = False
+    uncut: tuple[Axis, ...] = ()
 
     def shape_of(self, rows: int, columns: int) -> tuple[int, ...]:
         """The tensor's shape for a layer of `rows` output and `columns` input features."""
-        return tuple(extent.size(rows, columns) for extent in self.shape)
+        return tuple(extent.size(rows, columns) for extent in self.shape or ())
 
     def shard(self, axis: Axis, extent: int, rank: int, world: int) -> tuple[int, int, int] | None:
         """Which slice of this tensor rank `rank` of `world` holds when the layer is split along `axis`.
@@ -116,7 +118,12 @@ class TensorSpec:
         Raises:
             ShapeError: the split would cut a word, a group or a block.
         """
-        for position, stored in enumerate(self.shape):
+        if axis in self.uncut and world > 1:
+            raise ShapeError(
+                f"{self.name} cannot be split along {axis}: it is stored in an order that mixes the axes.",
+                "Use one rank, or convert to a format that stores rows.",
+            )
+        for position, stored in enumerate(self.shape or ()):
             if stored.axis != axis:
                 continue
             share, rest = divmod(extent, world)

@@ -70,5 +70,21 @@ def preset(name: str) -> Scheme:
     return PRESETS[_ALIASES.get(canonical, canonical)]
 
 
+KV_CACHES = {"FP8": QuantKey.parse("e4m3:tensor:f32"), "FP8_HEAD": QuantKey.parse("e4m3:head:f32")}
+"""Keys of cached keys and values by the name that people give them."""
+
+
+def kv_cache_preset(name: str) -> QuantKey:
+    """The KV cache's key that people mean by `name`; case, `-` and `_` do not matter.
+
+    Raises:
+        SchemeError: there is none of that name; the closest is suggested.
+    """
+    known = {_folded(word): key for word, key in KV_CACHES.items()}
+    if _folded(name.strip()) not in known:
+        raise SchemeError(f"Unknown KV cache {name!r}.", closest(name, KV_CACHES))
+    return known[_folded(name.strip())]
+
+
 def _folded(name: str) -> str:
     return name.upper().replace("-", "").replace("_", "")

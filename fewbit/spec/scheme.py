@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fewbit.errors import SchemeError
 from fewbit.spec.element import Element
 from fewbit.spec.granularity import Granularity
 from fewbit.spec.key import LinearKey, QuantKey
+from fewbit.spec.module_names import expanded, members_of, spellings
 from fewbit.spec.pattern import Matcher, matches, unmatched
 
 
@@ -33,6 +35,7 @@ class Scheme:
         ignore: patterns of modules that stay as they are.
         kv_cache: key of the KV cache, or None where it stays in the model's dtype.
         variant: which variant of its format a checkpoint's configuration announces, for formats that have several.
+        aliases: module name -> what else it is called.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Scheme:
     ignore: tuple[str, ...] = ("lm_head",)
     kv_cache: QuantKey | None = None
     variant: str = ""
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def keys(self) -> tuple[LinearKey, ...]:
@@ -47,18 +51,67 @@ class Scheme:
         return tuple(dict.fromkeys(rule.key for rule in self.rules if rule.key))
 
     def key_for(self, name: str, class_name: str = "Linear", matcher: Matcher = matches) -> LinearKey | None:
-        """The key of the module, or None where it stays as it is."""
-        if any(matcher(pattern, name, class_name) for pattern in self.ignore):
-            return None
-        for rule in self.rules:
-            if any(matcher(target, name, class_name) for target in rule.targets):
-                return rule.key
-        return None
+        """The key of the module, or None where it stays as it is.
+
+        An entry means a module by its own name, an alias, or either order of wrappers. An entry that names a joined
+        projection (`qkv_proj`) means its members; entries that name the members mean the joined one if they agree.
+
+        Raises:
+            SchemeError: the members of a joined projection are treated differently.
+        """
+        decided = self._decide(name, class_name, matcher)
+        members = members_of(name)
+        if members:
+            decisions = [self._decide(member, class_name, matcher) for member in members]
+            if decided >= min(decisions):  # an entry that names the joined module itself, before any member, wins
+                self._require_one_key(name, members, decisions)
+                decided = decisions[0]
+        return self._key_of(decided)
+
+    def _decide(self, name: str, class_name: str, matcher: Matcher) -> int:
+        """What names the module first: -1 for `ignore`, the index of a rule, or the number of rules for nothing."""
+        names = {*spellings(name), *(other for alias in self.aliases.get(name, ()) for other in spellings(alias))}
+        for index, patterns in enumerate(self._patterns):
+            if any(matcher(pattern, called, class_name) for pattern in patterns for called in names):
+                return index - 1
+        return len(self.rules)
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[str, ...], ...]:
+        """The entries of `ignore` and then of each rule, those that name joined projections with their members."""
+        entries = (self.ignore, *(rule.targets for rule in self.rules))
+        return tuple(tuple(one for entry in listed for one in expanded(entry)) for listed in entries)
+
+    def _key_of(self, decided: int) -> LinearKey | None:
+        return self.rules[decided].key if 0 <= decided < len(self.rules) else None
+
+    def _require_one_key(self, name: str, members: tuple[str, ...], decisions: list[int]) -> None:
+        keys = [self._key_of(decided) for decided in decisions]
+        if len(set(keys)) > 1:
+            found = ", ".join(f"{member} is {key or 'left plain'}" for member, key in zip(members, keys, strict=True))
+            raise SchemeError(
+                f"{name} is one matrix, and the configuration treats its members differently: {found}.",
+                "Name all of them or none.",
+            )
 
     def unmatched(self, modules: Iterable[tuple[str, str]], matcher: Matcher = matches) -> list[str]:
         """The patterns, targets and exclusions alike, that name none of `modules` (name, class name)."""
         patterns = [*(target for rule in self.rules for target in rule.targets), *self.ignore]
-        return unmatched(patterns, modules, matcher)
+        called = [
+            (other, class_name)
+            for name, class_name in modules
+            for own in (name, *self.aliases.get(name, ()), *members_of(name))
+            for other in spellings(own)
+        ]
+        return [
+            pattern
+            for pattern in patterns
+            if len(unmatched(expanded(pattern), called, matcher)) == len(expanded(pattern))
+        ]
+
+    def also_called(self, aliases: Mapping[str, tuple[str, ...]]) -> Scheme:
+        """The same scheme for modules that have other names as well, by which entries may mean them."""
+        return replace(self, aliases=aliases)
 
     def ignoring(self, patterns: Iterable[str]) -> Scheme:
         """The same scheme with more exclusions."""

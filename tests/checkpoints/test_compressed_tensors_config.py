@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fewbit.checkpoints.compressed_tensors import CompressedTensors
 from fewbit.checkpoints.compressed_tensors_config import SparsityRemovedError
-from fewbit.errors import CheckpointError, OutputError
+from fewbit.errors import CheckpointError, FewbitError, OutputError
 from fewbit.spec import LinearKey
 from tests.checkpoints.layers import KEYS, SHAPE
 
@@ -162,8 +162,10 @@ def test_several_keys_are_written_by_name() -> None:
     ],
 )
 def test_sparsity(more: dict[str, Any]) -> None:
-    with pytest.raises(SparsityRemovedError, match="sparse"):
+    """An error of fewbit's, which code that waits for the library's DeprecationWarning catches too."""
+    with pytest.raises(SparsityRemovedError, match=r"sparse .*compressed-tensors has removed sparsity.*Use") as caught:
         CT.scheme(config(**more))
+    assert isinstance(caught.value, FewbitError) and isinstance(caught.value, DeprecationWarning)
 
 
 @pytest.mark.parametrize("more", [{}, {"sparsity_config": {}}, {"sparsity_config": {"format": "dense", "targets": []}}])
@@ -200,7 +202,7 @@ def test_a_sparse_group() -> None:
         (config(format="nvfp4-e5m3-pack-quantized"), "nvfp4-e5m3-pack-quantized"),
         (config(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (config(ignore="lm_head"), "ignore is 'lm_head'"),
-        (config(kv_cache_scheme={"strategy": "attn_head"}), "kv_cache_scheme"),
+        (config(kv_cache_scheme={"strategy": "channel"}), "kv_cache_scheme has strategy .channel.*tensor, attn_head"),
         (config(transform_config={"config_groups": {"u": {"type": "random-matrix"}}}), "random-matrix"),
         (config(transform_config=["hadamard"]), "transform_config is"),
         (config(sparsity_config="2:4"), "sparsity_config is"),

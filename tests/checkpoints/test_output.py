@@ -249,6 +249,7 @@ LEFT = [
 
 
 def test_side_files(tmp_path: Path) -> None:
+    """B71: everything but weights and what describes them."""
     source, destination = tmp_path / "source", tmp_path / "destination"
     for name in [*KEPT, *LEFT]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)

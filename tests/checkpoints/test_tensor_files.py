@@ -316,3 +316,14 @@ def test_a_file_that_shrinks_while_open(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match=r"ends within a\.weight"):
         folder.load("a.weight")
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+def test_texts_of_all_shards(tmp_path: Path) -> None:
+    for file, tensors in zip(("a.safetensors", "b.safetensors"), (FIRST, SECOND), strict=True):
+        save_file(tensors, tmp_path / file, {"format": "pt", file: "text"})
+    assert TensorFolder(tmp_path).metadata == {"format": "pt", "a.safetensors": "text", "b.safetensors": "text"}
+    save_file(FIRST, tmp_path / "alone.safetensors")
+    assert TensorFolder(tmp_path / "alone.safetensors").metadata == {}

@@ -110,7 +110,11 @@ def test_inspect_reads_no_weight(cli: Cli, quantized: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "scheme", "kernel"),
-    [("sm120", "NVFP4", "triton_tiles"), ("sm90", "FP8_DYNAMIC", "triton_tiles_quantized"), ("arm", "W4A16", "reference")],
+    [
+        ("sm120", "NVFP4", "triton_tiles"),
+        ("sm90", "FP8_DYNAMIC", "triton_tiles_quantized"),
+        ("arm", "W4A16", "reference"),
+    ],
 )
 def test_explain_answers_for_other_devices(cli: Cli, device: str, scheme: str, kernel: str) -> None:
     found = loads(cli("explain", "--scheme", scheme, "--device", device, "--json"))

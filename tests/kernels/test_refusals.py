@@ -152,6 +152,7 @@ REFUSALS: list[tuple[str, str, str, dict[str, object], list[str]]] = [
 
 @pytest.mark.parametrize(("kernel", "key", "device", "changes", "words"), REFUSALS)
 def test_refusal(kernel: str, key: str, device: str, changes: dict[str, object], words: list[str]) -> None:
+    """B28: what a kernel's tiles cannot take it refuses with the numbers."""
     found = reason(kernel, key, device, **changes)
     assert all(word in found for word in words), found
 

@@ -108,6 +108,14 @@ def test_the_order_of_candidates_does_not_matter(candidates: list[LinearKernel],
 # What the user asks.
 
 
+def test_sizes_that_no_tile_divides_run_on_the_next_kernel_b28() -> None:
+    """B28: 24 rows and 40 columns; the verdicts hold the numbers."""
+    choice = chosen("W4A16 g32", AVX2, rows=24, columns=40)
+    assert choice.kernel.name == "reference"
+    refused = [str(verdict.refusal) for verdict in choice.verdicts if verdict.refusal]
+    assert any("multiple of 16, found 24" in reason for reason in refused)
+
+
 def test_a_backend_or_a_kernel_can_be_forced() -> None:
     assert chosen("W8A8", DEVICES["x86-amx"], Preference("torch_int8pack")).kernel.name == "torch_int8pack_w8a8"
     assert chosen("W8A8", DEVICES["x86-amx"], Preference("torch_int8pack_w8a8")).kernel.name == "torch_int8pack_w8a8"

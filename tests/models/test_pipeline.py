@@ -17,8 +17,10 @@ from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError, ShapeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
+from fewbit.models.plan import make_plan
 from fewbit.models.quantize import QuantizeOptions, quantize
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.spec import LinearKey, Rule, Scheme
 from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import Recipe
 from tests.tiny_models import save_tiny_model
@@ -64,10 +66,11 @@ def test_native_fp8_is_written_and_verified(source: Path, tmp_path: Path, scheme
 @pytest.mark.parametrize("format", [name for name, found in formats().items() if found.in_safetensors])
 def test_every_format_that_holds_a_preset_writes_it(source: Path, tmp_path: Path, format: str) -> None:  # noqa: A002
     """What a format takes it writes, and what it wrote verifies against the source."""
-    wrote = []
+    wrote, held = [], []
     for scheme in ("W4A16", "FP8_DYNAMIC", "NVFP4A16"):
         key = PRESETS[scheme].rules[0].key
         size = 32 if key.weight.element.is_integer else None
+        held += [scheme] if formats()[format].refuse(key, (128, 128)) is None else []
         try:
             quantize(source, tmp_path / scheme, scheme, group_size=size, format=format)
         except ShapeError as refused:  # the format says what it cannot hold
@@ -76,7 +79,7 @@ def test_every_format_that_holds_a_preset_writes_it(source: Path, tmp_path: Path
         result = verify(tmp_path / scheme, source)
         assert result.passed, result.checks
         wrote.append(scheme)
-    assert wrote
+    assert wrote == held  # nothing, for formats with codebooks, float zero points or stacks only
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "qwen2", "qwen3_moe", "mixtral", "gpt_neox"])
@@ -136,15 +139,17 @@ def test_two_runs_write_equal_bytes(source: Path, tmp_path: Path) -> None:
 
 
 def test_side_files_are_copied_and_unknown_tensors_carried(source: Path, tmp_path: Path) -> None:
+    """B71, B72: what the model class does not build is neither lost nor unmentioned."""
     model = shutil.copytree(source, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "modeling_own.py").write_text("x = 1\n")
     (model / "hf_quant_config.json.bak").write_text("{}")
-    tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4)}
+    tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4), "mtp.norm": torch.ones(4)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     report = quantize(model, tmp_path / "q", "W4A16", group_size=32)
     assert (tmp_path / "q" / "chat_template.jinja").exists() and (tmp_path / "q" / "tokenizer.json").exists()
     assert torch.equal(load_file(tmp_path / "q" / "model.safetensors")["mtp.head.weight"], torch.ones(4, 4))
+    assert report["kept"] == ["mtp.head.weight", "mtp.norm"]
     assert report["plain"]["mtp.head"] == "not built by the model class"
 
 
@@ -158,6 +163,7 @@ def test_small_shards_hold_the_same_tensors(source: Path, tmp_path: Path) -> Non
 
 
 def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> None:
+    """B30: by the plan, before any forward pass, with the layers and the choices."""
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
     with pytest.raises(ShapeError, match=r"Group size 64 does not divide .* 96 is 1\.5 times 64 \(model") as caught:
         quantize(source, tmp_path / "q", "W4A16", group_size=64)
@@ -193,6 +199,20 @@ def test_mistakes_are_named_before_anything_is_written(
     with pytest.raises(error, match=message.replace("(", r"\(")):
         quantize(source, tmp_path / "q", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [("gptq", "one checkpoint_format"), ("awq", "one key"), ("auto-round", "one packing_format")],
+)
+def test_layers_that_a_format_cannot_hold_side_by_side_are_named_by_the_plan(
+    source: Path, checkpoint: str, words: str
+) -> None:
+    keys = [LinearKey.parse(f"int4:{zero}group32:f16") for zero in ("asym:", "")]
+    scheme = Scheme("MIXED", (Rule(("re:.*q_proj",), keys[0]), Rule(("Linear",), keys[1])))
+    with pytest.raises(OutputError, match=words):
+        make_plan(source, Recipe(scheme, checkpoint))
+    assert make_plan(source, Recipe(scheme, "compressed-tensors")).quantized
 
 
 def test_existing_output_is_left_alone(source: Path, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_zeros_stay_zeros(text: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", KEYS)
 def test_a_row_of_zeros_among_numbers_stays_zero(text: str) -> None:
+    """B38, B39: for every key, a rectangle of zeros is a finite scale and codes of zero."""
     numbers = torch.randn(12, 96)
     numbers[4] = 0
     numbers[:, 24:48] = 0
@@ -123,6 +124,7 @@ def test_a_row_of_zeros_among_numbers_stays_zero(text: str) -> None:
 @pytest.mark.parametrize("text", KEYS)
 @pytest.mark.parametrize("magnitude", [1e38, -1e38, 1e4, 1e-30])
 def test_one_number_among_zeros(text: str, magnitude: float) -> None:
+    """B39."""
     key = QuantKey.parse(text)
     if key.element.min == 0 and magnitude < 0 and key.symmetric:
         pytest.skip("An unsigned element without zero points has no negative numbers.")
@@ -161,6 +163,32 @@ def test_a_stack_equals_its_slices(text: str, shape: tuple[int, ...]) -> None:
         piece = quantize(numbers[index], key)
         for role in piece.tensors:
             assert torch.equal(_raw(stack[role][index]), _raw(piece[role])), role
+
+
+@pytest.mark.parametrize("block", ["block128x128", "tensor", "channel"])
+def test_zeros_in_fp8_b39(block: str) -> None:
+    """B39: all zeros, one row of zeros, and one number in 256x256."""
+    key = QuantKey.parse(f"e4m3:{block}:f32")
+    one = torch.zeros(256, 256)
+    one[200, 7] = 3.0
+    row = torch.randn(4, 8)
+    row[2] = 0
+    for numbers in (torch.zeros(4, 8), row, one):
+        back = dequantize(quantize(numbers, key))
+        assert bool(back.isfinite().all())
+        assert bool((back[numbers == 0] == 0).all())
+    assert back[200, 7] == 3.0
+
+
+def test_a_block_of_zeros_beside_a_large_number_b38() -> None:
+    """B38: the stand-in scale of a zero block stays inside E4M3, whose cast would not saturate."""
+    numbers = torch.zeros(2, 32)
+    numbers[0, 3] = 1e30
+    record = quantize(numbers, QuantKey.parse("e2m1:group16:e4m3/tensor:f32"))
+    scales = record["scale"].view(torch.uint8)
+    assert not bool(((scales & 0x7F) == 0x7F).any())
+    assert dequantize(record)[0, 3] == pytest.approx(1e30, rel=1e-6)
+    assert int(dequantize(record).count_nonzero()) == 1
 
 
 @pytest.mark.parametrize("text", KEYS[::3])
@@ -262,6 +290,7 @@ def test_quantize_with_the_scales_of_quantize_gives_its_codes(text: str) -> None
 
 
 def test_static_scales_saturate() -> None:
+    """B41: numbers beyond 448, infinity too; a weight that holds infinity is refused instead (B41's report)."""
     key = QuantKey.parse("e4m3:tensor:f32")
     numbers = torch.tensor([[447.0, 449.0, 500.0, 1e4, -1e4, float("inf"), float("-inf")]])
     back = dequantize(quantize_with(numbers, key, torch.tensor(1.0)))

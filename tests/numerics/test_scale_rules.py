@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewbit.numerics import decode, effective_scale, quantize
-from fewbit.spec import ELEMENTS, Element, QuantKey, ScaleRules
+from fewbit.numerics import clipped_share, decode, effective_scale, quantize
+from fewbit.spec import ELEMENTS, Element, LinearKey, QuantKey, Recipe, Rule, ScaleRules, Scheme
 from tests.golden import floats
 
 MX_ELEMENTS = ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"]
@@ -65,6 +65,34 @@ def test_ceil_is_the_smallest_scale_that_never_saturates(element: str) -> None:
 def test_examples_of_fp4(largest: float, floor: int, even: int, ceil: int) -> None:
     found = [_mx_scale(torch.tensor([largest]), "e2m1", rule).item() for rule in ("floor", "even", "ceil")]
     assert found == [floor, even, ceil]
+
+
+@pytest.mark.parametrize("exponent", [-20, 0, 9])
+@pytest.mark.parametrize(
+    ("rule", "steps", "clipped"),
+    [("floor", (0, 0, 0, 0), (0, 0, 0, 1)), ("even", (0, 0, 1, 1), (0, 0, 0, 0)), ("ceil", (0, 0, 1, 1), (0, 0, 0, 0))],
+)
+def test_the_three_rules_by_their_bytes_b45(
+    rule: str, steps: tuple[int, ...], clipped: tuple[int, ...], exponent: int
+) -> None:
+    """B45: block maxima of 5, 6, 7 and 7.5; the rule is a recorded option, and what it clips is counted."""
+    blocks = torch.zeros(4, 32)
+    blocks[:, 3] = torch.tensor([5.0, 6.0, 7.0, 7.5]) * 2.0**exponent
+    record = quantize(blocks, QuantKey.parse("e2m1:group32:e8m0"), ScaleRules(mx=rule))
+    assert record["scale"].flatten().tolist() == [127 + exponent + step for step in steps]
+    assert clipped_share(blocks, record) * blocks.numel() == sum(clipped)
+    recipe = Recipe(
+        Scheme("X", (Rule(("Linear",), LinearKey.parse("e2m1:group32:e8m0")),)), "x", scale_rules=ScaleRules(mx=rule)
+    )
+    assert Recipe.from_json(recipe.to_json()).scale_rules.mx == rule
+
+
+@pytest.mark.parametrize("text", ["int4:group32:bf16", "int3:asym:group32:f16", "e4m3:channel:f32", "int8:tensor:f32"])
+def test_scales_from_extremes_clip_nothing_and_static_ones_do(text: str) -> None:
+    key, numbers = QuantKey.parse(text), torch.randn(8, 64)
+    record = quantize(numbers, key)
+    assert clipped_share(numbers, record) == 0
+    assert clipped_share(numbers * 3, record) > 0
 
 
 @pytest.mark.parametrize(("field", "element"), [("e8m0_mxfp4", "e2m1"), ("e8m0_mxfp6_e2m3", "e2m3")])

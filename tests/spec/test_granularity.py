@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fewbit.errors import SchemeError
-from fewbit.spec import CHANNEL, TENSOR, TOKEN, Granularity, block, group
+from fewbit.spec import CHANNEL, HEAD, TENSOR, TOKEN, Granularity, block, group
 
-ALL = [TENSOR, CHANNEL, TOKEN, group(16), group(128), block(128, 128), block(4, 32), block(1, 1)]
+ALL = [TENSOR, CHANNEL, TOKEN, HEAD, group(16), group(128), block(128, 128), block(4, 32), block(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ ALL = [TENSOR, CHANNEL, TOKEN, group(16), group(128), block(128, 128), block(4, 
         (block(4, 32), (4, 32), (1, 1)),
         # stacked experts: the leading axes stay
         (TENSOR, (5, 8, 64), (5, 1, 1)),
+        (HEAD, (2, 8, 40, 64), (2, 8, 1, 1)),
         (group(16), (5, 8, 24), (5, 8, 2)),
         (block(4, 32), (2, 5, 9, 64), (2, 5, 3, 2)),
         # an empty axis has no groups, but one whole axis

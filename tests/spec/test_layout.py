@@ -176,3 +176,17 @@ def test_an_axis_that_cannot_be_split() -> None:
     assert spec.shard("N", 16, 1, 2) == (1, 8, 8)
     with pytest.raises(ShapeError, match="scales cannot be split along K"):
         spec.shard("K", 16, 0, 2)
+
+
+def test_tensors_whose_order_mixes_the_axes_are_not_cut() -> None:
+    spec = TensorSpec("codes", "weight", (Extent("N", 32, 2), ONE), "uint8", uncut=("K",))
+    assert spec.shard("N", 8, 1, 2) == (0, 64, 64)
+    assert spec.shard("K", 32, 0, 1) is None
+    with pytest.raises(ShapeError, match="weight cannot be split along K"):
+        spec.shard("K", 32, 0, 2)
+
+
+def test_tensors_of_any_shape() -> None:
+    spec = TensorSpec("state", "note", None, "uint8")
+    assert spec.shape_of(8, 32) == ()
+    assert spec.shard("N", 8, 0, 2) is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fewbit.errors import SchemeError
 from fewbit.spec import ELEMENTS, PRESETS, LinearKey, QuantKey, Rule, Scheme, group, preset
-from fewbit.spec.pattern import matches_compressed_tensors
+from fewbit.spec.pattern import Matcher, matches, matches_compressed_tensors
 from tests.spec.keys import LINEAR_KEYS, QUANT_KEYS
 
 INT4 = LinearKey.parse("int4:group128:bf16")
@@ -147,3 +147,66 @@ def test_a_rule_may_leave_modules_as_they_are() -> None:
     assert scheme.with_granularity(group(16)).keys == tuple(
         replace(key, weight=key.weight.with_granularity(group(16))) for key in (INT8, INT4)
     )
+
+
+SPLIT = ("q_proj", "k_proj", "v_proj")
+
+
+def _ignoring(*entries: str) -> Scheme:
+    return Scheme("X", (Rule(("Linear",), INT4),), ignore=entries)
+
+
+@pytest.mark.parametrize("matcher", [matches, matches_compressed_tensors])
+def test_joined_projections_and_their_members(matcher: Matcher) -> None:
+    """B01: entries that name all members mean the joined matrix, entries that name it mean all members."""
+    members = [f"x.{member}" for member in SPLIT]
+    assert _ignoring(*members).key_for("x.qkv_proj", matcher=matcher) is None
+    assert _ignoring("x.qkv_proj").key_for("x.qkv_proj", matcher=matcher) is None
+    assert [_ignoring("x.qkv_proj").key_for(member, matcher=matcher) for member in members] == [None] * 3
+    assert _ignoring("y.qkv_proj").key_for("x.q_proj", matcher=matcher) == INT4
+    assert _ignoring("x.my_qkv_proj").key_for("x.q_proj", matcher=matcher) == INT4  # whole words
+    with pytest.raises(SchemeError, match=r"x\.q_proj is left plain, x\.k_proj is left plain, x\.v_proj is int4"):
+        _ignoring(*members[:2]).key_for("x.qkv_proj", matcher=matcher)
+    assert _ignoring(*members[:2], "x.qkv_proj").key_for("x.qkv_proj", matcher=matcher) is None
+    assert _ignoring(*members, "x.q", "x.qkv_proj").unmatched([("x.qkv_proj", "Linear")], matcher) == ["x.q"]
+
+
+def test_members_with_keys_of_their_own() -> None:
+    """B01: rules are asked as `ignore` is, and an entry for the joined matrix itself beats later ones."""
+    rules = (Rule(("x.q_proj",), INT8), Rule(("Linear",), INT4))
+    with pytest.raises(
+        SchemeError, match=r"x\.qkv_proj is one matrix.*x\.q_proj is int8:channel:bf16, x\.k_proj is int4"
+    ):
+        Scheme("X", rules).key_for("x.qkv_proj")
+    assert Scheme("X", (Rule(("re:x.qk.*",), FP8), *rules)).key_for("x.qkv_proj") == FP8
+
+
+@pytest.mark.parametrize("entry", ["re:vision_tower.*", "vision_tower*", "vision_tower.0.fc"])
+def test_renamed_modules(entry: str) -> None:
+    """B03: expressions and globs too are asked under both names."""
+    scheme = _ignoring(entry)
+    assert scheme.key_for("vision.0.fc") == INT4
+    renamed = scheme.also_called({"vision.0.fc": ("vision_tower.0.fc",)})
+    assert renamed.key_for("vision.0.fc") is None
+    assert renamed.key_for("text.0.fc") == INT4
+    assert scheme.unmatched([("vision.0.fc", "Linear")]) == [entry]
+    assert renamed.unmatched([("vision.0.fc", "Linear")]) == []
+    assert renamed == scheme  # names are no part of what a scheme says
+
+
+@pytest.mark.parametrize("matcher", [matches, matches_compressed_tensors])
+def test_wrappers_in_either_order(matcher: Matcher) -> None:
+    """B10: model.language_model and language_model.model; exact names, expressions and globs."""
+    names = [f"{wrapper}.layers.0.mlp.gate" for wrapper in ("model.language_model", "language_model.model")]
+    for written in names:
+        for entry in (written, f"re:{written}"):
+            assert [_ignoring(entry).key_for(name, matcher=matcher) for name in names] == [None, None]
+    assert [_ignoring("*mlp.gate").key_for(name) for name in names] == [None, None]
+    assert _ignoring(names[0]).key_for("model.layers.0.mlp.gate", matcher=matcher) == INT4
+
+
+def test_short_names_are_whole_segments() -> None:
+    """B05: b_proj is no part of kv_b_proj."""
+    assert _ignoring("b_proj").key_for("x.b_proj") is None
+    assert _ignoring("b_proj").key_for("x.kv_b_proj") == INT4
+    assert _ignoring("5.attn.g_proj").key_for("layers.15.attn.g_proj") == INT4

@@ -101,7 +101,7 @@ class Gguf(CheckpointFormat):
     def roles(self, stored: StoredLayer) -> frozenset[str]:
         return BLOCK_TYPES[stored.variant].roles
 
-    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedTensor:
+    def read(self, stored: StoredLayer, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
         one = BLOCK_TYPES[stored.variant]
         blocks = tensors_by_role(self.specs(stored), tensors, shape)["codes"]
         scale = one.floats(blocks, one.scale, one.scale_element)

@@ -1,0 +1,116 @@
+"""GPTQ: codes are chosen one input feature at a time, and what rounding did is made good by the features to come.
+
+Scales are searched first, on the block of the Gram matrix that belongs to each group, and stay where they are (static
+groups); the features are visited in the order of their energy (act-order), which then needs no `g_idx` at run time. A
+few passes of coordinate descent follow: each visits every feature again, with all others in place, and between passes
+the scales of a row are fitted to its codes. None of them raises the error that GPTQ left. Layers that read one input
+are solved as one stacked matrix.
+
+Sources: Frantar et al., GPTQ (arXiv 2210.17323); Behdin et al., QuantEase (arXiv 2309.01885) for coordinate descent;
+`algorithms.md` sections 1 and 2 of the house's references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fewbit.algorithms.curvature import curvature
+from fewbit.algorithms.descent import compensate, descend
+from fewbit.algorithms.grid import Grid, Scales, stacked
+from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask, relative_loss
+from fewbit.algorithms.scale_fit import fit_scales
+from fewbit.algorithms.scale_search import search_scales
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """Settings of GPTQ.
+
+    Attributes:
+        damping: added to the diagonal of the Gram matrix, as a fraction of its mean.
+        act_order: whether features are visited in the order of their energy.
+        search: whether scales are searched; otherwise they follow from the extremes.
+        compensate: whether GPTQ runs at all; otherwise weights are rounded to nearest on the searched scales.
+        sweeps: passes of coordinate descent after GPTQ.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    search: bool = True
+    compensate: bool = True
+    sweeps: int = 3
+
+
+class Gptq(Algorithm):
+    """See the head of this file."""
+
+    name: ClassVar[str] = "gptq"
+    Settings: ClassVar[type] = GptqSettings
+    needs_gram: ClassVar[bool] = True
+
+    def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
+        by_element: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            by_element.setdefault(task.key.weight.element.name, []).append(index)
+        results: dict[int, LayerResult] = {}
+        for indices in by_element.values():
+            solved = self._solve([tasks[index] for index in indices])
+            results |= dict(zip(indices, solved, strict=True))
+        return [results[index] for index in range(len(tasks))]
+
+    def _solve(self, tasks: list[LayerTask]) -> list[LayerResult]:
+        """Layers of one element that read the same input."""
+        statistics = tasks[0].statistics
+        weights = [task.weight.float() for task in tasks]
+        if statistics is None or statistics.products is None or statistics.tokens == 0:
+            scales = [search_scales(task) for task in tasks]
+            values = _grid(scales, weights).rounded(torch.cat(weights))[0]
+            return self._results(weights, scales, values, None, "scale_search: no calibration token reached it")
+        gram = statistics.gram.to(weights[0].device)
+        order = torch.arange(len(gram), device=gram.device)
+        if self.settings.act_order:
+            order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+        inverse = torch.argsort(order)
+        found = curvature(gram[order][:, order], self.settings.damping)
+        natural = found.matrix[inverse][:, inverse].contiguous()
+        if self.settings.search:
+            scales = [search_scales(task, natural) for task in tasks]
+        else:
+            scales = [Scales.nearest(task.weight, task.key.weight, task.rules, task.global_scale) for task in tasks]
+        columns = _grid(scales, weights).transposed(order)
+        target = torch.cat(weights).T[order].contiguous()
+        if found.factor is None or not self.settings.compensate:
+            values = columns.rounded(target)[0]
+        else:
+            values = compensate(target.clone(), found.factor, columns)
+        for _ in range(self.settings.sweeps):
+            scales = _fitted(weights, scales, values[inverse].T.contiguous(), natural)
+            values = descend(target, values, found.matrix, _grid(scales, weights).transposed(order))
+        plain = values[inverse].T.contiguous()
+        if self.settings.sweeps:
+            scales = _fitted(weights, scales, plain, natural)
+        return self._results(weights, scales, plain, gram, f"{self.name}: {found.note}" if found.note else self.name)
+
+    def _results(
+        self, weights: list[Tensor], scales: list[Scales], values: Tensor, gram: Tensor | None, method: str
+    ) -> list[LayerResult]:
+        results = []
+        for weight, one, part in zip(weights, scales, values.split([len(weight) for weight in weights]), strict=True):
+            meaning = one.grid(tuple(weight.shape)).meaning(part)
+            results.append(LayerResult(one.record(part), method, relative_loss(weight, meaning, gram)))
+        return results
+
+
+def _grid(scales: list[Scales], weights: list[Tensor]) -> Grid:
+    """The grid of the stacked weights."""
+    return stacked([one.grid(tuple(weight.shape)) for one, weight in zip(scales, weights, strict=True)])
+
+
+def _fitted(weights: list[Tensor], scales: list[Scales], values: Tensor, matrix: Tensor) -> list[Scales]:
+    parts = values.split([len(weight) for weight in weights])
+    return [fit_scales(w, part, one, matrix) for w, part, one in zip(weights, parts, scales, strict=True)]

@@ -1,0 +1,266 @@
+"""Hidden states of calibration windows, carried from block to block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from greenlet import greenlet
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fewbit.algorithms.statistics import InputStatistics
+from fewbit.errors import ModelError
+from fewbit.models.families import blocks_of, family_of_model
+from fewbit.models.kv_cache import CacheWatch
+
+Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
+"""Names of layers that read one input, and its statistics -> what their weights have become, [N, K] each."""
+
+Output = Callable[[Mapping[str, Tensor], int], Tensor]
+"""(layer name -> weight, index of a batch) -> the output of the block at hand."""
+
+Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
+"""Output, and index of a batch -> output of the unquantized model -> what the weights of all layers have become."""
+
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
+
+
+class BlockStream:
+    """Hidden states of calibration windows, carried through the blocks one at a time.
+
+    Only the block at hand has its weights; the states of all windows are kept in the model's dtype.
+
+    Args:
+        model: on meta, with real buffers.
+        filled: context manager that fills a submodule's parameters from the checkpoint and sends them back to meta.
+        windows: int64 [count, length], on the device of what `filled` fills.
+        batch: windows that pass together.
+        reference: whether the states of the unquantized model are carried beside those of the quantized one.
+
+    Attributes:
+        watch: sees what the block at hand would cache, while it is set.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        filled: Callable[[str], Any],
+        windows: Tensor,
+        batch: int = 4,
+        reference: bool = False,
+    ) -> None:
+        self.model, self.filled = model, filled
+        self.watch: CacheWatch | None = None
+        self.states: list[Tensor] = []
+        self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
+        with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
+            for window in windows.split(batch):
+                run(window)
+        self.reference = list(self.states) if reference else []
+
+    def _record(self, path: str, state: Tensor, arguments: dict[str, Any]) -> None:
+        if path == next(iter(self.arguments)):
+            self.states.append(state)
+        self.arguments[path].append(arguments)
+
+    def gather(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
+        """Carries the states through the block at `path` as it is and gathers the inputs of its linear layers.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a layer, whatever the caller calls it -> its path in the model.
+
+        Returns:
+            Layer name -> statistics of its input, without Gram matrices.
+        """
+        statistics = {name: InputStatistics.empty() for name in layers}
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            handles = [
+                self.model.get_submodule(location).register_forward_pre_hook(
+                    lambda _module, inputs, gathered=statistics[name]: gathered.add(inputs[0])
+                )
+                for name, location in layers.items()
+            ]
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
+            for handle in handles:
+                handle.remove()
+        return statistics
+
+    def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
+        """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
+
+        Every batch is a forward pass that stops at each layer whose weight is not final yet. When all that will come
+        by have stopped there, `solve` gets the statistics of what they brought, and they go on with the new weight. So
+        a layer sees what the quantized layers before it, in this block too, really put out, and a block costs one
+        forward pass.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a layer, whatever the caller calls it -> its path in the model.
+            solve: see `Solve`.
+            refine: called when all layers are solved; needs a stream with `reference`.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            self.reference = [self._forward(block, path, index, state) for index, state in enumerate(self.reference)]
+            inputs = self._shared_inputs(block, path, layers)
+            passes = [_Pass(greenlet(self._forward), (block, path, index)) for index in range(len(self.states))]
+            solved: set[str] = set()
+            handles = [
+                self.model.get_submodule(location).register_forward_pre_hook(_stop_unless_solved(name, solved))
+                for name, location in layers.items()
+            ]
+            for one in passes:
+                one.resume()
+            while waiting := [one for one in passes if one.layer is not None]:
+                stage = next(group for group in inputs if any(one.layer in group for one in waiting))
+                arrived = [one for one in waiting if one.layer in stage]
+                statistics = InputStatistics.empty(arrived[0].input.shape[-1], arrived[0].input.device)
+                for one in arrived:
+                    statistics.add(one.input)
+                for name, weight in solve(stage, statistics).items():
+                    self.model.get_submodule(layers[name]).weight.copy_(weight)
+                solved.update(stage)
+                for one in arrived:
+                    one.resume()
+            for handle in handles:
+                handle.remove()
+            if refine is None:
+                self.states = [one.output for one in passes]
+                return
+            for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
+                self.model.get_submodule(layers[name]).weight.copy_(weight)
+            self.states = [self._forward(block, path, index) for index in range(len(self.states))]
+
+    def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
+        def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
+            replaced = {f"{layers[name].removeprefix(f'{path}.')}.weight": weight for name, weight in weights.items()}
+            arguments = self.arguments[path][index]
+            result = torch.func.functional_call(block, replaced, (self.states[index],), arguments)
+            return result[0] if isinstance(result, tuple) else result
+
+        return output
+
+    def _forward(self, block: nn.Module, path: str, index: int, state: Tensor | None = None) -> Tensor:
+        arguments = self.arguments[path][index]
+        if self.watch is not None:
+            arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
+        output = block(self.states[index] if state is None else state, **arguments)
+        return output[0] if isinstance(output, tuple) else output
+
+    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> list[list[str]]:
+        """Layers by the input they read, in the order in which one batch comes to them; then those it never meets."""
+        met: list[tuple[Tensor, list[str]]] = []
+
+        def meet(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
+            def hook(_module: nn.Module, inputs: tuple[Tensor]) -> None:
+                for tensor, names in met:
+                    if tensor is inputs[0]:
+                        names.append(name)
+                        return
+                met.append((inputs[0], [name]))
+
+            return hook
+
+        handles = [self.model.get_submodule(at).register_forward_pre_hook(meet(name)) for name, at in layers.items()]
+        self._forward(block, path, 0)
+        for handle in handles:
+            handle.remove()
+        found = [names for _, names in met]
+        known = {name for names in found for name in names}
+        return found + [[name] for name in layers if name not in known]
+
+
+@dataclass
+class _Pass:
+    """One batch's forward pass through a block, stopped at a layer or finished.
+
+    Attributes:
+        layer: where it stands, None when it is through.
+        input: what that layer is about to read.
+        output: of the block, when it is through.
+    """
+
+    run: greenlet
+    arguments: tuple[Any, ...]
+    layer: str | None = None
+    input: Tensor = field(default_factory=lambda: torch.empty(0))
+    output: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def resume(self) -> None:
+        """Runs on to the next layer that is not solved, or to the end."""
+        result = self.run.switch(*self.arguments)
+        self.arguments = ()
+        if self.run.dead:
+            self.layer, self.output = None, result
+        else:
+            self.layer, self.input = result
+
+
+def _stop_unless_solved(name: str, solved: set[str]) -> Callable[[nn.Module, tuple[Tensor]], None]:
+    def hook(_module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if name not in solved:
+            greenlet.getcurrent().parent.switch((name, inputs[0]))
+
+    return hook
+
+
+class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early
+    pass
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: hands on the states it gets and tells what else it was given."""
+
+    def __init__(self, block: nn.Module, path: str, last: bool, record: Callable[..., None]) -> None:
+        super().__init__()
+        # In a list, so that the block is no submodule of its stand-in.
+        self._block, self._path, self._last, self._record = [block], path, last, record
+
+    def forward(self, state: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        if positional:
+            raise ModelError(f"{self._path} is called with positional arguments.", "Calibrate a listed architecture.")
+        self._record(self._path, state, arguments)
+        if self._last:
+            raise _LastBlockReached
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"][0], name)
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
+    """Replaces every block by its recorder meanwhile; yields a function that runs the model on token ids."""
+    blocks = blocks_of(model)
+    container = model.get_submodule(family_of_model(model).blocks)
+    last = next(reversed(blocks))
+    for index, (path, block) in enumerate(blocks.items()):
+        container[index] = _Recorder(block, path, path == last, record)
+
+    def run(ids: Tensor) -> None:
+        try:
+            model(input_ids=ids, use_cache=False)
+        except _LastBlockReached:
+            return
+
+    try:
+        yield run
+    finally:
+        for index, block in enumerate(blocks.values()):
+            container[index] = block
+
+
+def _embedding_path(model: PreTrainedModel) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding)

@@ -1,0 +1,122 @@
+"""The originals' own code reads the layers that fewbit writes. `make test-originals` installs them beside fewbit.
+
+Each project is asked for the numbers of a layer: GPTQModel's linear layer, AutoAWQ's unpacking, HQQ's and bitsandbytes'
+layers and transformers' MXFP4 loader. They ask for one another's dependencies, some of them for GPUs, so they are
+installed without them, and a project that does not install or import is named in its skip.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbit.checkpoints.registry import formats
+from fewbit.numerics import QuantizedTensor
+from fewbit.packing.registry import dequantize_record
+from fewbit.spec import LinearKey
+from tests.checkpoints.layers import layer
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
+
+SHAPE = (128, 256)
+
+
+def original(module: str) -> Any:
+    """A module of another project.
+
+    Whatever keeps it from being imported, its dependencies' versions for one, is the reason to skip.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        pytest.skip(
+            f"{module.partition('.')[0]} cannot be imported here ({reason}); `make test-originals` installs it."
+        )
+
+
+def written(name: str, text: str, shape: tuple[int, int] = SHAPE) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+    """A random layer and the tensors that the format stores it in."""
+    key = LinearKey.parse(text)
+    record = layer(key, shape)
+    return record, formats()[name].write(record, key)
+
+
+GPTQ_KEYS = [
+    *((f"int{bits}:group32:f16", 32, True) for bits in range(2, 9)),
+    *((f"int{bits}:asym:group64:f16", 64, False) for bits in range(2, 9)),
+    ("int4:channel:f16", -1, True),
+]
+"""Text, group size, and whether it is symmetric."""
+
+
+@pytest.mark.parametrize(("text", "size", "symmetric"), GPTQ_KEYS)
+def test_gptqmodel_reads_gptq(text: str, size: int, symmetric: bool) -> None:
+    linear = original("gptqmodel.nn_modules.qlinear.torch").TorchLinear
+    convert = original("gptqmodel.utils.model").convert_gptq_v1_to_v2_format_module
+    versions = original("gptqmodel.quantization.config").FORMAT
+    record, tensors = written("gptq", text)
+    bits, version = record.key.element.bits, formats()["gptq"].written_as(LinearKey(record.key)).variant
+    theirs = linear(bits, size, symmetric, False, SHAPE[1], SHAPE[0], format=versions(version))
+    for name, tensor in tensors.items():
+        assert getattr(theirs, name).shape == tensor.shape, name
+        getattr(theirs, name).copy_(tensor)
+    if version == "gptq":
+        convert(theirs, bits=bits, pack_dtype=torch.int32)
+    found = theirs.eval().dequantize_weight().T.float()
+    assert torch.equal(found, dequantize_record(record).half().float())
+
+
+@pytest.mark.parametrize(("text", "size"), [("int4:asym:group64:f16", 64), ("int4:group32:f16", 32)])
+def test_autoawq_reads_awq(text: str, size: int) -> None:
+    unpacking = original("awq.utils.packing_utils")
+    record, tensors = written("awq", text)
+    found = unpacking.dequantize_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"], 4, size).T.float()
+    assert torch.equal(found, dequantize_record(record).half().float())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_hqq_reads_hqq(bits: int) -> None:
+    linear = original("hqq.core.quantize").HQQLinear
+    record, tensors = written("hqq", f"uint{bits}:asym:group64:bf16")
+    theirs = linear(None, None, compute_dtype=torch.bfloat16, device="cpu", initialize=False)
+    theirs.load_state_dict(dict(tensors))
+    steps = record["codes"].float() - record["zero_point"].float().repeat_interleave(64, 1)
+    exact = steps.bfloat16() * record["scale"].repeat_interleave(64, 1)  # it computes in the scales' dtype
+    assert torch.equal(theirs.dequantize(), exact)
+
+
+def test_bitsandbytes_reads_4_bit_layers() -> None:
+    functional = original("bitsandbytes.functional")
+    record, tensors = written("bitsandbytes", "uint4:group64:f32")
+    state = functional.QuantState.from_dict(
+        {name.removeprefix("weight."): tensor for name, tensor in tensors.items() if name != "weight"},
+        device=torch.device("cpu"),
+    )
+    state.dtype = torch.float32
+    found = functional.dequantize_4bit(tensors["weight"], state)
+    torch.testing.assert_close(found, dequantize_record(record), rtol=1e-6, atol=0)
+
+
+def test_bitsandbytes_reads_8_bit_layers() -> None:
+    functional = original("bitsandbytes.functional")
+    key = LinearKey.parse("int8:channel:f32/tensor:f32")
+    record = layer(key, SHAPE).with_tensors(global_scale=torch.full((1, 1), 1 / 127, dtype=torch.float64))
+    tensors = formats()["bitsandbytes"].write(record, key)
+    found = functional.int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
+    torch.testing.assert_close(found, dequantize_record(record), rtol=1e-6, atol=0)
+
+
+def test_transformers_reads_gpt_oss_stacks() -> None:
+    loader = original("transformers.integrations.mxfp4")
+    key = LinearKey.parse("e2m1:group32:e8m0")
+    experts = [layer(key, SHAPE) for _ in range(3)]
+    stacked = {role: torch.stack([one[role] for one in experts]) for role in ("codes", "scale")}
+    stack = QuantizedTensor(key.weight, (3, *SHAPE), stacked)
+    tensors = formats()["mxfp4"].write(stack, key)
+    found = loader.convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=torch.float32)
+    assert torch.equal(found.cpu(), dequantize_record(stack).transpose(-1, -2))
