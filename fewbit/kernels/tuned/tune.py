@@ -133,8 +133,6 @@ def _fits(call: Callable[[], Tensor]) -> bool:
 
 def compile_candidates(requests: Iterable[LinearRequest], ladder: Iterable[int]) -> None:
     """Compiles all plans for the requests, in a process to each core, into the cache that this process reads."""
-    from fewbit.kernels.programs.launch import compile_ahead
-
     jobs = {}
     for request, tokens in product(requests, ladder):
         layout = layout_of(request)
@@ -146,6 +144,8 @@ def compile_candidates(requests: Iterable[LinearRequest], ladder: Iterable[int])
                 jobs.setdefault(kind, (layout, plan, tokens, DTYPES[request.dtype]))
     count = min(len(os.sched_getaffinity(0)), len(jobs))
     if count:
+        from fewbit.kernels.programs.launch import compile_ahead  # imports Triton
+
         parts = [list(jobs.values())[index::count] for index in range(count)]
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_ahead, parts))
