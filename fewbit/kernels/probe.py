@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from fewbit.kernels import native
 from fewbit.kernels.linear.torch_onednn_int8 import ZERO, multiply, pack
-from fewbit.spec.hardware import DEVICES, Hardware
+from fewbit.spec.hardware import CPU_EXTENSION, DEVICES, Hardware
 
 OPTIONAL_PACKAGES = (
     "triton",
@@ -31,14 +32,22 @@ OPTIONAL_PACKAGES = (
 
 @cache
 def installed() -> dict[str, str]:
-    """Package -> version of torch and of the optional packages that are installed."""
+    """Package -> version of torch, of the optional packages that are installed and of the compiled CPU kernels."""
     found = {"torch": str(torch.__version__)}
     for package in OPTIONAL_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if not missing():
+        found[CPU_EXTENSION] = str(native.VERSION)
     return found
+
+
+def missing() -> dict[str, str]:
+    """What a complete installation would have here and this one lacks -> why."""
+    found = native.extension()
+    return {CPU_EXTENSION: found.reason} if isinstance(found, native.Absent) else {}
 
 
 @cache

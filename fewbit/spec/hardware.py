@@ -12,6 +12,9 @@ from typing import Literal
 
 from fewbit.errors import SchemeError, closest
 
+CPU_EXTENSION = "fewbit-cpu"
+"""What the compiled CPU kernels are called among a device's software."""
+
 Platform = Literal["cuda", "rocm", "xpu", "cpu"]
 
 
@@ -73,7 +76,8 @@ def _rocm(capability: int, name: str, features: str, bandwidth_gbs: float, bf16_
 
 
 def _cpu(name: str, features: str) -> Hardware:
-    return Hardware(name, "cpu", features=frozenset(features.split()), software={"torch": "2.11"})
+    compiled = {CPU_EXTENSION: "assumed"} if name.startswith("x86") else {}
+    return Hardware(name, "cpu", features=frozenset(features.split()), software={"torch": "2.11", **compiled})
 
 
 _AVX512 = "avx2 avx512"

@@ -67,7 +67,11 @@ def test_installed_command_runs() -> None:
 def test_plan_says_what_quantize_does(cli: Cli, model: Path, tmp_path: Path) -> None:
     arguments = ("--scheme", "w4a16", "--group-size", 32, "--json")
     planned = loads(cli("plan", model, *arguments))
-    assert {row["kernel"] for row in planned["layers"] if row["key"]} <= {"torch_int4pack", "reference"}
+    assert {row["kernel"] for row in planned["layers"] if row["key"]} <= {
+        "cpu_weight_only",
+        "torch_int4pack",
+        "reference",
+    }
     assert {row["reason"] for row in planned["layers"] if not row["key"]} == {"embedding", "ignored by the scheme"}
     done = loads(cli("quantize", model, "-o", tmp_path / "q", *arguments))
     assert done["bits_per_weight"] == planned["bits_per_weight"] == 4.5

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewbit.kernels import native
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import linear_kernels
@@ -143,4 +144,9 @@ def cpu_multiplies_fp8_by_rows() -> bool:
 
 needs_fp8_rows = pytest.mark.skipif(
     not cpu_multiplies_fp8_by_rows(), reason="This torch's CPU build multiplies FP8 by one scale a side only."
+)
+
+
+needs_extension = pytest.mark.skipif(
+    isinstance(native.extension(), native.Absent), reason="fewbit was installed without its compiled CPU kernels."
 )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.registry import linear_kernels
-from tests.kernels.layers import KEYS, layer, needs_fp8_rows
+from tests.kernels.layers import KEYS, layer, needs_extension, needs_fp8_rows
 
 LAYERS = [
     ("reference", "W4A16_ASYM"),
@@ -24,6 +24,18 @@ LAYERS = [
     ("torch_int8pack_w8a8", "W8A8 static"),
     ("torch_onednn_int8", "W8A8"),
     ("torch_onednn_int8", "W8A8 static"),
+    *[
+        pytest.param(name, key, marks=needs_extension)
+        for name, key in (
+            ("cpu_weight_only", "W4A16 g32"),
+            ("cpu_weight_only", "W4A16_ASYM"),
+            ("cpu_weight_only", "FP8_DYNAMIC"),
+            ("cpu_weight_only", "NVFP4A16"),
+            ("cpu_int8", "W8A8"),
+            ("cpu_int8", "W8A8 static"),
+            ("cpu_int8", "W4A8"),
+        )
+    ],
     ("torch_scaled_mm", "FP8"),
     pytest.param("torch_scaled_mm", "FP8_DYNAMIC", marks=needs_fp8_rows),
     ("triton_tiles", "W4A16 asym g32"),

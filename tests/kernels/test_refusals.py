@@ -84,6 +84,8 @@ CONSENTS = [
         ("torch_int4pack", key, "x86-avx2")
         for key in ("W4A16", "W4A16_ASYM", "W4A16 channel", "W4A16 tensor", "W4A16 biased", "W4A16 blocks", "W4A8")
     ],
+    *[("cpu_weight_only", key, device) for key in KEYS for device in ("x86-avx2", "x86-avx512-vnni", "x86-amx")],
+    *[("cpu_int8", key, "x86-avx2") for key in ("W8A8", "W8A8 static", "W8A8 dynamic tensor", "W4A8", "W4A4 channel")],
     *[("torch_int4pack", key, "x86-avx2") for key in ("W2A16", "W3A16_ASYM", "W4A16 g512")],
     *[
         ("torch_int8pack", key, "x86-avx2")
@@ -108,6 +110,9 @@ REFUSALS: list[tuple[str, str, str, dict[str, object], list[str]]] = [
     # Where: the value found and the value needed.
     ("torch_int4pack", "W4A16", "sm90", {}, ["CPU", "cuda"]),
     ("torch_int4pack", "W4A16", "arm", {}, ["avx2", "arm with neon"]),
+    ("cpu_weight_only", "W4A16", "sm90", {}, ["CPU", "cuda"]),
+    ("cpu_weight_only", "W4A16", "arm-i8mm", {}, ["avx2", "arm-i8mm with"]),
+    ("cpu_int8", "W8A8", "arm", {}, ["avx2", "arm with neon"]),
     ("torch_int8pack", "W8A16", "arm-i8mm", {}, ["avx2", "i8mm"]),
     ("torch_onednn_int8", "W8A8", "x86-avx2", {}, ["vnni or amx", "saturate", "x86-avx2 with avx2"]),
     ("torch_onednn_int8", "W8A8", "x86-avx512", {}, ["vnni or amx", "saturate", "avx512"]),
@@ -120,6 +125,9 @@ REFUSALS: list[tuple[str, str, str, dict[str, object], list[str]]] = [
     ("torch_int4pack", "W4A16", "x86-avx2", {"dtype": "f32"}, ["bf16", "f32", "36 ms", "1.2 ms"]),
     ("torch_int4pack", "W4A16", "x86-avx2", {"dtype": "f16"}, ["bf16", "f16"]),
     ("torch_int8pack", "FP8", "x86-avx2", {}, ["integers", "e4m3"]),
+    ("cpu_int8", "FP8", "x86-avx2", {}, ["integer weights", "e4m3"]),
+    ("cpu_int8", "W8A16", "x86-avx2", {}, ["activation"]),
+    ("cpu_int8", "W8A8", "x86-avx2", {"columns": 65537}, ["65536", "65537"]),
     ("torch_onednn_int8", "W8A16", "x86-amx", {}, ["activation"]),
     ("torch_scaled_mm", "W8A8", "sm90", {}, ["e4m3", "int8"]),
     ("torch_scaled_mm", "FP8 weight-only", "sm90", {}, ["activation"]),
@@ -142,7 +150,11 @@ REFUSALS: list[tuple[str, str, str, dict[str, object], list[str]]] = [
     ("torch_int8pack", "W8A16", "x86-avx2", {"extras": frozenset({"pre_scale"})}, ["pre_scale"]),
     ("torch_int4pack", "W4A16", "x86-avx2", {"extras": frozenset({"codebook"})}, ["codebook"]),
     ("torch_scaled_mm", "FP8", "sm90", {"extras": frozenset({"pre_scale"})}, ["pre_scale"]),
+    ("cpu_int8", "W8A8", "x86-avx2", {"extras": frozenset({"minimum"})}, ["minimum"]),
+    ("cpu_weight_only", "W4A16", "x86-avx2", {"extras": frozenset({"pre_scale"})}, ["pre_scale"]),
+    ("cpu_weight_only", "W4A16", "x86-avx2", {"rows": 0}, ["empty", "[0, 256]"]),
     # Batch invariance.
+    ("cpu_weight_only", "W4A16", "x86-avx2", {"batch_invariant": True}, ["every M"]),
     ("torch_scaled_mm", "FP8", "sm90", {"batch_invariant": True}, ["every M"]),
     ("torch_int8pack", "W8A16", "x86-avx2", {"batch_invariant": True, "dtype": "f32"}, ["every M", "f32"]),
     ("torch_int8pack", "W8A16", "x86-avx2", {"batch_invariant": True, "columns": 100}, ["every M", "K=100"]),
@@ -155,6 +167,14 @@ def test_refusal(kernel: str, key: str, device: str, changes: dict[str, object],
     """B28: what a kernel's tiles cannot take it refuses with the numbers."""
     found = reason(kernel, key, device, **changes)
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize("kernel", ["cpu_weight_only", "cpu_int8"])
+def test_what_is_not_compiled_is_not_consented_to(kernel: str) -> None:
+    bare = replace(DEVICES["x86-avx2"], software={})
+    verdict = linear_kernels()[kernel].refuse(LinearRequest(KEYS["W4A8"], 64, 256), bare)
+    assert verdict is not None
+    assert "compiled" in verdict.reason
 
 
 @pytest.mark.parametrize("element", ["e5m2", "e4m3fnuz", "e5m2fnuz"])

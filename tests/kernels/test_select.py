@@ -18,6 +18,8 @@ from fewbit.spec import DEVICES, PRESETS, Hardware, LinearKey
 from tests.kernels.layers import KEYS
 
 AVX2, H200 = DEVICES["x86-avx2"], DEVICES["sm90"]
+UNCOMPILED = replace(AVX2, name="uncompiled", software={})
+"""The same CPU where fewbit was installed without a compiler."""
 
 
 def chosen(
@@ -56,16 +58,26 @@ def assert_ordered(choice: Choice) -> None:
 
 
 EXPECTED = [
-    ("W4A16 g32", "x86-avx2", "torch_int4pack", Numerics.KEEPS),
-    ("W4A16_ASYM", "x86-amx", "torch_int4pack", Numerics.KEEPS),
-    ("W3A16", "x86-avx512", "torch_int4pack", Numerics.KEEPS),
-    ("W8A16", "x86-avx2", "torch_int8pack", Numerics.KEEPS),
-    ("W8A8", "x86-avx2", "torch_int8pack_w8a8", Numerics.KEEPS),
-    ("W8A8", "x86-avx512", "torch_int8pack_w8a8", Numerics.KEEPS),
+    ("W4A16 g32", "x86-avx2", "cpu_weight_only", Numerics.KEEPS),
+    ("W4A16 g32", "uncompiled", "torch_int4pack", Numerics.KEEPS),
+    ("W4A16_ASYM", "x86-amx", "cpu_weight_only", Numerics.KEEPS),
+    ("W3A16", "uncompiled", "torch_int4pack", Numerics.KEEPS),
+    ("W8A16", "x86-avx2", "cpu_weight_only", Numerics.KEEPS),
+    ("W8A16", "uncompiled", "torch_int8pack", Numerics.KEEPS),
+    ("W8A8", "x86-avx2", "cpu_int8", Numerics.KEEPS),
+    ("W8A8", "x86-avx512", "cpu_int8", Numerics.KEEPS),
+    ("W8A8", "uncompiled", "torch_int8pack_w8a8", Numerics.KEEPS),
     ("W8A8", "x86-avx2-vnni", "torch_onednn_int8", Numerics.KEEPS),
     ("W8A8", "x86-avx512-vnni", "torch_onednn_int8", Numerics.KEEPS),
     ("W8A8", "x86-amx", "torch_onednn_int8", Numerics.KEEPS),
-    ("W4A8", "x86-avx2", "torch_int4pack", Numerics.DROPS_ACTIVATION),
+    ("W4A8", "x86-avx2", "cpu_int8", Numerics.KEEPS),
+    ("W4A8", "uncompiled", "torch_int4pack", Numerics.DROPS_ACTIVATION),
+    ("FP8_DYNAMIC", "x86-avx2", "cpu_weight_only", Numerics.DROPS_ACTIVATION),
+    ("FP8_BLOCK", "x86-avx512", "cpu_weight_only", Numerics.DROPS_ACTIVATION),
+    ("NVFP4A16", "x86-avx2", "cpu_weight_only", Numerics.KEEPS),
+    ("MXFP4", "x86-amx", "cpu_weight_only", Numerics.DROPS_ACTIVATION),
+    ("MXFP8", "x86-avx2", "cpu_weight_only", Numerics.DROPS_ACTIVATION),
+    ("NVFP4", "uncompiled", "reference", Numerics.REFERENCE),
     ("W4A4 channel", "x86-amx", "torch_onednn_int8", Numerics.KEEPS),
     ("FP8", "sm89", "torch_scaled_mm", Numerics.KEEPS),
     ("FP8_DYNAMIC", "sm90", "torch_scaled_mm", Numerics.KEEPS),
@@ -86,7 +98,7 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("key", "device", "kernel", "numerics"), EXPECTED)
 def test_the_kernel_people_get(key: str, device: str, kernel: str, numerics: Numerics) -> None:
-    choice = chosen(key, DEVICES[device])
+    choice = chosen(key, UNCOMPILED if device == "uncompiled" else DEVICES[device])
     assert (choice.kernel.name, choice.numerics) == (kernel, numerics)
     assert bool(choice.note) == (numerics is not Numerics.KEEPS)
 
@@ -111,7 +123,7 @@ def test_the_order_of_candidates_does_not_matter(candidates: list[LinearKernel],
 def test_sizes_that_no_tile_divides_run_on_the_next_kernel_b28() -> None:
     """B28: 24 rows and 40 columns; the verdicts hold the numbers."""
     choice = chosen("W4A16 g32", AVX2, rows=24, columns=40)
-    assert choice.kernel.name == "reference"
+    assert choice.kernel.name == "cpu_weight_only"
     refused = [str(verdict.refusal) for verdict in choice.verdicts if verdict.refusal]
     assert any("multiple of 16, found 24" in reason for reason in refused)
 
@@ -142,7 +154,7 @@ def test_an_unknown_backend_gets_a_suggestion(typo: str, meant: str) -> None:
 
 def test_a_disabled_kernel_is_passed_over() -> None:
     without = Preference(disabled=frozenset({"torch_int8pack_w8a8"}))
-    choice = chosen("W8A8", AVX2, without)
+    choice = chosen("W8A8", UNCOMPILED, without)
     assert choice.kernel.name == "torch_int8pack"
     assert choice.numerics is Numerics.DROPS_ACTIVATION
     reasons = {verdict.kernel.name: verdict.refusal for verdict in choice.verdicts}
@@ -150,12 +162,12 @@ def test_a_disabled_kernel_is_passed_over() -> None:
 
 
 def test_strict_refuses_to_drop_activations() -> None:
-    assert chosen("W4A8", AVX2).numerics is Numerics.DROPS_ACTIVATION
-    strict = chosen("W4A8", AVX2, Preference(strict=True))
+    assert chosen("W4A8", UNCOMPILED).numerics is Numerics.DROPS_ACTIVATION
+    strict = chosen("W4A8", UNCOMPILED, Preference(strict=True))
     assert strict.kernel.name == "reference"
     with pytest.raises(KernelError, match="strict"):
         chosen("W4A8", AVX2, Preference("torch_int4pack", strict=True))
-    assert chosen("W8A8", AVX2, Preference(strict=True)).kernel.name == "torch_int8pack_w8a8"
+    assert chosen("W4A8", AVX2, Preference(strict=True)).kernel.name == "cpu_int8"
 
 
 def test_nothing_left_lists_every_reason() -> None:

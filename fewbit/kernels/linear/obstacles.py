@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
 from fewbit.numerics import QuantizedTensor
-from fewbit.spec.hardware import Hardware
+from fewbit.spec.hardware import CPU_EXTENSION, Hardware
 from fewbit.spec.key import QuantKey
 
 
@@ -18,9 +18,16 @@ def x86_obstacles(hardware: Hardware) -> Iterator[str]:
         yield f"needs avx2, found {found_features(hardware)}"
 
 
+def compiled_obstacles(hardware: Hardware) -> Iterator[str]:
+    """What the compiled kernels of `csrc/cpu` need."""
+    yield from x86_obstacles(hardware)
+    if CPU_EXTENSION not in hardware.software:
+        yield "fewbit's compiled CPU kernels are needed, which this installation lacks"
+
+
 def record_obstacles(request: LinearRequest, supported: Container[str] = ()) -> Iterator[str]:
     """Parts of a record that a kernel would have to apply and does not, `supported` extras aside; empty layers."""
-    if request.has_order:
+    if request.has_order and "order" not in supported:
         yield "act-order gives each input feature a group of its own, groups of consecutive features are needed"
     for role in EXTRA_ROLES:
         if role in request.extras and role not in supported:

@@ -14,6 +14,7 @@ class Int8Backend(StrEnum):
     ONEDNN = "onednn"
     TORCH_INT8PACK = "torch_int8pack"
     TORCH_INT4PACK = "torch_int4pack"
+    CPU = "cpu"
     TRITON = "triton"
     REFERENCE = "reference"
 
@@ -28,7 +29,7 @@ FAMILY = Family(
     Int8Backend,
     _covers,
     {
-        "cpu": (Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
         "cuda": (Int8Backend.TRITON,),
+        "cpu": (Int8Backend.ONEDNN, Int8Backend.CPU, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
     },
 )

@@ -65,5 +65,5 @@ def test_eval(packaged: Path) -> None:
 def test_explain(packaged: Path) -> None:
     layers = invoke("explain", packaged, "--device", "x86-avx2")["layers"]
     by_key = {layer["key"]: layer for layer in layers}
-    assert by_key["uint4:group32:f16"]["kernel"] == "torch_int4pack"  # which takes minima
-    assert by_key["int8:group32:f16"]["kernel"] == "reference"
+    assert by_key["uint4:group32:f16"]["kernel"] in ("cpu_weight_only", "torch_int4pack")  # both take minima
+    assert by_key["int8:group32:f16"]["kernel"] in ("cpu_weight_only", "reference")

@@ -1,0 +1,136 @@
+// The C interface, which Python loads. Pointers arrive as integers; sizes and dtypes are checked on the Python side,
+// where a wrong one can be reported in words.
+#include <cstring>
+#include <new>
+
+#include "job.h"
+#include "threads.h"
+
+namespace fewbit {
+
+extern const Kernels kAvx2Kernels, kAvx2VnniKernels, kAvx512Kernels, kAvx512VnniKernels;
+
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  const Kernels* kernels;
+  bool (*present)();
+};
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#ifndef FEWBIT_ONLY_AVX2
+bool has_avx2_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
+// Best first.
+const InstructionSet kInstructionSets[] = {
+#ifndef FEWBIT_ONLY_AVX2
+    {"avx512-vnni", &kAvx512VnniKernels, has_avx512_vnni},
+    {"avx512", &kAvx512Kernels, has_avx512},
+    {"avx2-vnni", &kAvx2VnniKernels, has_avx2_vnni},
+#endif
+    {"avx2", &kAvx2Kernels, has_avx2},
+};
+
+// Plain numbers that describe a prepared weight: an int64 array that is made once for each layer.
+enum Shape { kRows, kColumns, kGroups, kGroupSlots, kGroupFeatures, kElement, kScaleDtype, kZero, kFactorBits };
+
+float float_of(int64_t bits) {
+  const int32_t low = static_cast<int32_t>(bits);
+  float value;
+  std::memcpy(&value, &low, sizeof value);
+  return value;
+}
+
+struct Arguments {
+  const int64_t* shape;
+  const void *words, *scales, *zeros, *minima, *features, *x, *bias;
+  void* y;
+  int64_t tokens;
+  int32_t dtype, threads, instruction_set;
+};
+
+Job job_of(const Arguments& given) {
+  Weight weight{};
+  weight.words = static_cast<const uint32_t*>(given.words);
+  weight.scales = given.scales;
+  weight.zeros = static_cast<const uint8_t*>(given.zeros);
+  weight.minima = static_cast<const float*>(given.minima);
+  weight.features = static_cast<const int32_t*>(given.features);
+  weight.rows = given.shape[kRows];
+  weight.columns = given.shape[kColumns];
+  weight.groups = given.shape[kGroups];
+  weight.group_slots = given.shape[kGroupSlots];
+  weight.group_features = given.shape[kGroupFeatures];
+  weight.element = static_cast<Element>(given.shape[kElement]);
+  weight.scale_dtype = static_cast<Dtype>(given.shape[kScaleDtype]);
+  weight.constant_zero = static_cast<int32_t>(given.shape[kZero]);
+  weight.factor = float_of(given.shape[kFactorBits]);
+  return Job{weight, given.x, given.bias, given.y, given.tokens, static_cast<Dtype>(given.dtype), given.threads};
+}
+
+enum Status { kDone = 0, kOutOfMemory = 1, kUnknownInstructionSet = 2 };
+
+template <class Run>
+int32_t guarded(const Arguments& given, Run&& run) {
+  constexpr int32_t count = sizeof kInstructionSets / sizeof *kInstructionSets;
+  if (given.instruction_set < 0 || given.instruction_set >= count) return kUnknownInstructionSet;
+  try {
+    run(*kInstructionSets[given.instruction_set].kernels, job_of(given));
+    return kDone;
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
+}  // namespace
+}  // namespace fewbit
+
+#define FEWBIT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Raised whenever a signature, the layout of a prepared weight or the meaning of a number changes.
+FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 1; }
+
+// Name of the instruction set of that number, null past the last.
+FEWBIT_EXPORT const char* fewbit_cpu_name(int32_t number) {
+  constexpr int32_t count = sizeof fewbit::kInstructionSets / sizeof *fewbit::kInstructionSets;
+  return number >= 0 && number < count ? fewbit::kInstructionSets[number].name : nullptr;
+}
+
+// Whether this CPU has the instruction set of that number.
+FEWBIT_EXPORT int32_t fewbit_cpu_present(int32_t number) {
+  return fewbit_cpu_name(number) && fewbit::kInstructionSets[number].present();
+}
+
+FEWBIT_EXPORT int32_t fewbit_cpu_has_threads() { return fewbit::has_threads(); }
+
+// y[tokens, N] = x[tokens, K] @ W.T + bias.
+FEWBIT_EXPORT int32_t fewbit_cpu_linear(const int64_t* shape, const void* words, const void* scales, const void* zeros,
+                                        const void* minima, const void* features, const void* x, const void* bias,
+                                        void* y, int64_t tokens, int32_t dtype, int32_t threads,
+                                        int32_t instruction_set) {
+  const fewbit::Arguments given{shape, words, scales, zeros, minima,  features,       x,
+                                bias,  y,     tokens, dtype, threads, instruction_set};
+  return fewbit::guarded(given, [](const fewbit::Kernels& kernels, const fewbit::Job& job) { kernels.linear(job); });
+}
+
+// The same with x rounded to integers of low..high under one scale for each token, for all, or a stored one.
+FEWBIT_EXPORT int32_t fewbit_cpu_integer_linear(const int64_t* shape, const void* words, const void* scales,
+                                                const void* zeros, const void* features, const void* x,
+                                                const void* bias, void* y, int64_t tokens, int32_t dtype,
+                                                int32_t threads, int32_t instruction_set, const float* stored_scale,
+                                                int32_t per_token, int32_t low, int32_t high) {
+  const fewbit::Arguments given{shape, words, scales, zeros, nullptr, features,       x,
+                                bias,  y,     tokens, dtype, threads, instruction_set};
+  const fewbit::Rounding rounding{stored_scale, per_token != 0, static_cast<float>(low), static_cast<float>(high)};
+  return fewbit::guarded(
+      given, [&](const fewbit::Kernels& kernels, const fewbit::Job& job) { kernels.integer_linear(job, rounding); });
+}

@@ -1,0 +1,35 @@
+// Threads of the OpenMP runtime that the process has loaded already, which is torch's: a second runtime beside it would
+// make the two pools fight for the cores. Nothing is linked; the runtime's entry points are looked up by name.
+#pragma once
+
+#include <cstdint>
+
+namespace fewbit {
+
+// Calls body(context, thread, count) on `count` threads, at most `threads` of them, the caller being one.
+void parallel(int threads, void (*body)(void* context, int thread, int count), void* context);
+
+template <class Body>
+void parallel_for_thread(int threads, Body&& body) {
+  parallel(threads, [](void* context, int thread, int count) { (*static_cast<Body*>(context))(thread, count); }, &body);
+}
+
+// The share of `items` that a thread gets: consecutive ones, so that each thread reads one stretch of memory.
+struct Range {
+  int64_t begin, end;
+};
+
+inline Range share(int64_t items, int thread, int count) {
+  return {items * thread / count, items * (thread + 1) / count};
+}
+
+// What a thread keeps memory for between calls.
+enum class Scratch { kInputs, kRow };
+
+// 64-byte aligned memory of at least `bytes`, which the calling thread keeps for the purpose.
+void* scratch(Scratch purpose, int64_t bytes);
+
+// Whether there is an OpenMP runtime to take threads from.
+bool has_threads();
+
+}  // namespace fewbit
