@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fewbit.errors import SchemeError, closest
@@ -69,11 +71,13 @@ def hardware(name: str, assumed: list[str] | None = None) -> Hardware:
     return found.with_software(*(assumed or []))
 
 
-def preference(backend: str | None, disabled: list[str] | None, strict: bool) -> Preference:
+def preference(
+    backend: str | None, disabled: list[str] | None, strict: bool, mix: list[str] | None = None
+) -> Preference:
     """What the user asked of the kernel choice.
 
     Raises:
-        SchemeError: a kernel to disable does not exist.
+        SchemeError: a kernel to disable does not exist, or a part of the mix cannot be read.
     """
     from fewbit.kernels.registry import linear_kernels
     from fewbit.kernels.select import Preference
@@ -81,4 +85,16 @@ def preference(backend: str | None, disabled: list[str] | None, strict: bool) ->
     for name in disabled or []:
         if name not in linear_kernels():
             raise SchemeError(f"There is no kernel {name!r} to disable.", closest(name, linear_kernels()))
-    return Preference(backend, frozenset(disabled or []), strict)
+    asked = Preference(backend, frozenset(disabled or []), strict)
+    return replace(asked, mix=_mix(mix)) if mix else asked
+
+
+def _mix(parts: list[str]) -> dict[int, float]:
+    """`1:4` and `1024` -> {1: 4.0, 1024: 1.0}."""
+    found: dict[int, float] = {}
+    for part in parts:
+        match = re.fullmatch(r"([1-9]\d{0,6})(?::(\d{1,6}(?:\.\d{1,6})?))?", part)
+        if match is None or (match[2] and not float(match[2])):
+            raise SchemeError(f"Cannot read {part!r} of the mix.", "Write ROWS or ROWS:WEIGHT, say 1:4.")
+        found[int(match[1])] = float(match[2] or 1)
+    return found

@@ -30,15 +30,18 @@ def explain(
     linear_backend: options.Backend = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
+    mix: options.Mix = None,
     json: options.Json = False,
 ) -> None:
     """Print every candidate kernel with its verdict. Works for devices that this machine does not have."""
     quiet_libraries()
     target = hardware(device, assume)
-    wanted = preference(linear_backend, disable_kernel, strict)
-    element = _element(dtype)
-    requests = _stored(model, element) if model else {"layer": _asked(scheme, group_size, shape, element)}
-    explained = [_explain(name, request, target, wanted) for name, request in requests.items()]
+    wanted = preference(linear_backend, disable_kernel, strict, mix)
+    element = element_of(dtype)
+    requests = (
+        stored_requests(model, element) if model else {asked_request(scheme, group_size, shape, element): "layer"}
+    )
+    explained = [_explain(name, request, target, wanted) for request, name in requests.items()]
     lacking = _lacking(device)
     if json:
         print_json({"hardware": target.name, "missing": lacking, "layers": explained})
@@ -50,12 +53,15 @@ def explain(
             [
                 verdict["kernel"],
                 verdict["numerics"],
+                "-" if verdict["cost_us"] is None else f"{verdict['cost_us']:.1f}",
                 "chosen" if verdict["chosen"] else verdict["refusal"] or "admissible",
             ]
             for verdict in entry["verdicts"]
         ]
-        columns = dict.fromkeys(("kernel", "numerics", "verdict"), "left")
+        columns = {"kernel": "left", "numerics": "left", "us": "right", "verdict": "left"}
         console.print(table(f"{entry['layer']}: {entry['key']} {entry['shape']} on {target.name}", columns, rows))
+        if entry["cost_source"]:
+            console.print(f"Costs: {entry['cost_source']}, for rows {_text_of(wanted.mix)}.")
         if entry["note"]:
             console.print(f"[yellow]Note:[/] {entry['note']}")
 
@@ -67,7 +73,11 @@ def _lacking(device: str) -> dict[str, str]:
     return missing() if (default_device() if device == "auto" else device) == "cpu" else {}
 
 
-def _element(dtype: str) -> str:
+def _text_of(mix: Any) -> str:
+    return ", ".join(f"{rows} x {weight:g}" for rows, weight in mix.items())
+
+
+def element_of(dtype: str) -> str:
     """Element name of a layer's inputs: what the user says, else bf16, as most models are."""
     from fewbit.cli.choices import torch_dtype
     from fewbit.numerics import float_element
@@ -76,7 +86,12 @@ def _element(dtype: str) -> str:
     return "bf16" if named is None else float_element(named).name
 
 
-def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any:
+def asked_request(scheme: str, group_size: int | None, shape: str, element: str) -> Any:
+    """The request of a layer of a scheme and an NxK shape.
+
+    Raises:
+        SchemeError: the shape cannot be read.
+    """
     from fewbit.errors import SchemeError
     from fewbit.kernels.interface import LinearRequest
     from fewbit.models.quantize import QuantizeOptions
@@ -88,8 +103,8 @@ def _asked(scheme: str, group_size: int | None, shape: str, element: str) -> Any
     return LinearRequest(recipe.scheme.keys[0], int(parts[0]), int(parts[1]), element)
 
 
-def _stored(model: Path, element: str) -> dict[str, Any]:
-    """Requests of a checkpoint's quantized layers, one for each distinct kind; the first layer of a kind names it."""
+def stored_requests(model: Path, element: str) -> dict[Any, str]:
+    """Requests of a checkpoint's quantized layers, one for each distinct kind -> the first layer of the kind."""
     from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
     from fewbit.models.inspect import inspect_checkpoint
 
@@ -99,14 +114,13 @@ def _stored(model: Path, element: str) -> dict[str, Any]:
             extras = layer.roles & {*EXTRA_ROLES}
             request = LinearRequest(layer.key, *layer.shape[-2:], element, extras=extras)
             kinds.setdefault(request, layer.name)
-    return {name: request for request, name in kinds.items()}
+    return kinds
 
 
 def _explain(name: str, request: Any, target: Any, wanted: Any) -> dict[str, Any]:
-    from fewbit.kernels.registry import family_of, linear_kernels
-    from fewbit.kernels.select import choose
+    from fewbit.kernels.registry import choose_kernel
 
-    choice = choose(request, target, linear_kernels().values(), family_of(request.key), wanted)
+    choice = choose_kernel(request, target, wanted)
     return {
         "layer": name,
         "key": str(request.key),
@@ -114,6 +128,7 @@ def _explain(name: str, request: Any, target: Any, wanted: Any) -> dict[str, Any
         "dtype": request.dtype,
         "kernel": choice.kernel.name,
         "note": choice.note,
+        "cost_source": choice.cost_source,
         "verdicts": [
             {
                 "kernel": verdict.kernel.name,

@@ -16,6 +16,7 @@ from fewbit.cli.output import errors
 from fewbit.cli.plan import plan
 from fewbit.cli.quantize import quantize
 from fewbit.cli.run import run
+from fewbit.cli.tune import tune
 from fewbit.cli.verify import verify
 from fewbit.errors import FewbitError
 
@@ -39,6 +40,7 @@ COMMANDS = {
     "explain": explain,
     "eval": evaluate,
     "run": run,
+    "tune": tune,
     "demo": demo,
 }
 for _name, _command in COMMANDS.items():

@@ -58,6 +58,10 @@ DisableKernel = Annotated[list[str] | None, typer.Option("--disable-kernel", hel
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse what would change numbers or contradicts the configuration.")
 ]
+Mix = Annotated[
+    list[str] | None,
+    typer.Option("--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1 by default."),
+]
 
 
 def parse_settings(given: list[str] | None) -> dict[str, str]:

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,22 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def interprets_triton() -> bool:
+    """Whether Triton runs its programs in Python on the CPU, as its users ask of it to debug or test them."""
+    if not has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What the maker calls a device, `NVIDIA H200` say: the key of measured tables."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
 def default_device() -> str:
     """`cuda` or `xpu` where there is one, else `cpu`."""
     if torch.cuda.is_available():
@@ -85,7 +102,14 @@ def _gpu(device: str) -> Hardware:
         return DEVICES.get(name, Hardware(name, "rocm", features=frozenset({"bf16"})))
     name = f"sm{properties.major}{properties.minor}"
     capability = properties.major * 10 + properties.minor
-    return DEVICES.get(name) or _like(name, capability)
+    known = DEVICES.get(name) or _like(name, capability)
+    return replace(known, model=device_name(torch.device("cuda", index)), driver=_driver())
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver as its kernel module reports it, or an empty text."""
+    reported = Path("/sys/module/nvidia/version")
+    return reported.read_text(encoding="ascii").strip() if reported.is_file() else ""
 
 
 def _like(name: str, capability: int) -> Hardware:

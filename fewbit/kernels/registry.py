@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from functools import cache
 
 import fewbit.kernels.linear
 import fewbit.kernels.oracles
 from fewbit.discovery import implementations
 from fewbit.errors import SchemeError
-from fewbit.kernels.interface import LinearKernel
+from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.oracles.family import Family
+from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.kernels.tuned.table import table_for
+from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 
 
@@ -19,6 +23,19 @@ from fewbit.spec.key import LinearKey
 def linear_kernels() -> dict[str, LinearKernel]:
     """Every linear kernel by name."""
     return implementations(fewbit.kernels.linear, LinearKernel)  # type: ignore[type-abstract]
+
+
+def choose_kernel(request: LinearRequest, hardware: Hardware, preference: Preference = Preference()) -> Choice:
+    """The kernel for a request, among all of them, by the request's family and by what was measured on the device.
+
+    Raises:
+        KernelError: see `select.choose`.
+    """
+    table = table_for(hardware)
+    if table is not None and not preference.costs:
+        costs = table.costs_of(request, preference.mix)
+        preference = replace(preference, costs=costs, cost_source=str(table) if costs else "")
+    return choose(request, hardware, linear_kernels().values(), family_of(request.key), preference)
 
 
 @cache

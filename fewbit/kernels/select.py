@@ -28,12 +28,16 @@ class Preference:
         disabled: kernels that must not be used, by name.
         strict: refuse a kernel that changes the numbers the checkpoint asks for.
         costs: kernel name -> measured microseconds for this request on this hardware.
+        cost_source: where the costs come from, for people.
+        mix: rows of x -> how much they count, where costs are taken from a table.
     """
 
     backend: str | None = None
     disabled: frozenset[str] = frozenset()
     strict: bool = False
     costs: Mapping[str, float] = field(default_factory=dict, hash=False)
+    cost_source: str = ""
+    mix: Mapping[int, float] = field(default_factory=lambda: {1: 1.0}, hash=False)
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that will run, and every candidate's verdict, best first."""
+    """The kernel that will run, every candidate's verdict, best first, and where their costs come from."""
 
     kernel: LinearKernel
     verdicts: tuple[Verdict, ...]
+    cost_source: str = ""
 
     @property
     def numerics(self) -> Numerics:
@@ -106,7 +111,7 @@ def choose(
     verdicts.sort(key=rank)
     if not admissible:
         raise _no_kernel(request, hardware, verdicts, preference)
-    return Choice(verdicts[0].kernel, tuple(verdicts))
+    return Choice(verdicts[0].kernel, tuple(verdicts), preference.cost_source)
 
 
 def _judge(kernel: LinearKernel, request: LinearRequest, hardware: Hardware, preference: Preference) -> Verdict:

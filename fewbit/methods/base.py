@@ -18,8 +18,8 @@ from fewbit.checkpoints.dtypes import DTYPES
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.registry import family_of, linear_kernels
-from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.kernels.registry import choose_kernel
+from fewbit.kernels.select import Choice, Preference
 from fewbit.spec.hardware import Hardware
 
 
@@ -41,7 +41,7 @@ class Placement:
 
     def choose(self, request: LinearRequest) -> Choice:
         """The kernel for a linear layer, by the family's oracle."""
-        return choose(request, self.hardware, linear_kernels().values(), family_of(request.key), self.preference)
+        return choose_kernel(request, self.hardware, self.preference)
 
 
 class QuantizeMethodBase(ABC):

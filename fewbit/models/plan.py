@@ -14,8 +14,8 @@ from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.registry import family_of, linear_kernels
-from fewbit.kernels.select import Choice, Preference, choose
+from fewbit.kernels.registry import choose_kernel
+from fewbit.kernels.select import Choice, Preference
 from fewbit.models.destinations import Destinations
 from fewbit.models.families import blocks_of
 from fewbit.models.inspect import natural_order
@@ -97,7 +97,7 @@ class Plan:
         for layer in self.quantized:
             assert layer.key is not None
             request = LinearRequest(layer.key, layer.shape[0], layer.shape[1], dtype)
-            chosen[layer.name] = choose(request, hardware, linear_kernels().values(), family_of(layer.key), preference)
+            chosen[layer.name] = choose_kernel(request, hardware, preference)
         return chosen
 
 

@@ -31,6 +31,8 @@ class Hardware:
         bandwidth_gbs: memory bandwidth in 10**9 bytes a second, 0 where it varies by machine.
         bf16_tflops: dense bf16 matrix rate in 10**12 operations a second, 0 where it varies.
         software: package -> version of what is installed or assumed.
+        model: what the maker calls it, `NVIDIA H200` say: the key of measured costs. Empty where none is meant.
+        driver: version of its driver, empty where none is meant.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Hardware:
     bandwidth_gbs: float = 0.0
     bf16_tflops: float = 0.0
     software: Mapping[str, str] = field(default_factory=dict, hash=False)
+    model: str = ""
+    driver: str = ""
 
     def has(self, *features: str) -> bool:
         """Whether the device has all of `features`."""
@@ -50,7 +54,9 @@ class Hardware:
         return replace(self, software={**self.software, **dict.fromkeys(packages, "assumed")})
 
 
-def _cuda(capability: int, features: str, bandwidth_gbs: float = 0.0, bf16_tflops: float = 0.0) -> Hardware:
+def _cuda(
+    capability: int, features: str, bandwidth_gbs: float = 0.0, bf16_tflops: float = 0.0, model: str = ""
+) -> Hardware:
     return Hardware(
         f"sm{capability}",
         "cuda",
@@ -58,7 +64,8 @@ def _cuda(capability: int, features: str, bandwidth_gbs: float = 0.0, bf16_tflop
         frozenset(features.split()),
         bandwidth_gbs,
         bf16_tflops,
-        {"torch": "2.11"},
+        {"torch": "2.11", "triton": "3.6"},  # torch's CUDA builds bring Triton
+        model,
     )
 
 
@@ -83,7 +90,7 @@ DEVICES: dict[str, Hardware] = {
         _cuda(80, "bf16 int8", 2039, 312),  # A100 80 GB
         _cuda(86, "bf16 int8", 600, 125),  # A10
         _cuda(89, "bf16 int8 fp8", 864, 362),  # L40S
-        _cuda(90, "bf16 int8 fp8", 4800, 989),  # H200
+        _cuda(90, "bf16 int8 fp8", 4800, 989, "NVIDIA H200"),
         _cuda(100, "bf16 int8 fp8 mx fp4", 8000, 2250),  # B200
         _cuda(103, "bf16 fp8 mx fp4", 8000, 2500),  # B300; no int8 matrix path
         _cuda(120, "bf16 int8 fp8 mx fp4", 1792, 209),  # RTX 5090

@@ -122,7 +122,11 @@ def test_convert_carries_codes_over(cli: Cli, quantized: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("device", "scheme", "kernel"),
-    [("sm120", "NVFP4", "reference"), ("sm90", "FP8_DYNAMIC", "torch_scaled_mm"), ("arm", "W4A16", "reference")],
+    [
+        ("sm120", "NVFP4", "triton_tiles"),
+        ("sm90", "FP8_DYNAMIC", "triton_tiles_quantized"),
+        ("arm", "W4A16", "reference"),
+    ],
 )
 def test_explain_answers_for_other_devices(cli: Cli, device: str, scheme: str, kernel: str) -> None:
     found = loads(cli("explain", "--scheme", scheme, "--device", device, "--json"))

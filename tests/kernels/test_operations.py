@@ -38,6 +38,10 @@ LAYERS = [
     ],
     ("torch_scaled_mm", "FP8"),
     pytest.param("torch_scaled_mm", "FP8_DYNAMIC", marks=needs_fp8_rows),
+    ("triton_tiles", "W4A16 asym g32"),
+    ("triton_tiles", "NVFP4A16"),
+    ("triton_tiles_quantized", "FP8_DYNAMIC"),
+    ("triton_tiles_quantized", "W8A8 static"),
 ]
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 # Some checks compare arguments before and after a call, which torch can do neither for opaque tensors nor for FP8.

@@ -82,12 +82,17 @@ EXPECTED = [
     ("FP8", "sm89", "torch_scaled_mm", Numerics.KEEPS),
     ("FP8_DYNAMIC", "sm90", "torch_scaled_mm", Numerics.KEEPS),
     ("FP8_DYNAMIC", "sm120", "torch_scaled_mm", Numerics.KEEPS),
-    ("FP8_DYNAMIC", "sm86", "reference", Numerics.REFERENCE),
-    ("FP8_BLOCK", "sm90", "reference", Numerics.REFERENCE),
+    ("FP8_DYNAMIC", "sm86", "triton_tiles_quantized", Numerics.KEEPS),
+    ("W8A8", "sm90", "triton_tiles_quantized", Numerics.KEEPS),
+    ("FP8_BLOCK", "sm90", "triton_tiles", Numerics.DROPS_ACTIVATION),
+    ("W4A16", "sm80", "triton_tiles", Numerics.KEEPS),
+    ("W3A16_ASYM", "sm120", "triton_tiles", Numerics.KEEPS),
+    ("NVFP4A16", "sm90", "triton_tiles", Numerics.KEEPS),
+    ("W4A16", "sm75", "reference", Numerics.REFERENCE),
     ("FP8", "gfx942", "reference", Numerics.REFERENCE),
     ("W8A8", "arm-i8mm", "reference", Numerics.REFERENCE),
     ("W4A16", "xpu", "reference", Numerics.REFERENCE),
-    ("NVFP4", "sm100", "reference", Numerics.REFERENCE),
+    ("NVFP4", "sm100", "triton_tiles", Numerics.DROPS_ACTIVATION),
 ]
 
 
@@ -245,7 +250,9 @@ def test_declared_order_decides_before_names_and_costs_before_both() -> None:
     assert order({}, [unlisted, other, onednn]) == ["zz", "aa", "a_unlisted"]
 
 
-def test_software_does_not_change_the_choice_of_these_kernels() -> None:
-    bare = replace(H200, software={})
+def test_software_that_a_kernel_needs_is_looked_for() -> None:
+    bare = replace(H200, software={"torch": "2.11"})
     for key in KEYS:
-        assert chosen(key, bare).kernel is chosen(key, H200.with_software("flashinfer-python")).kernel
+        assert chosen(key, bare).kernel.backend != "triton"
+        assert chosen(key, H200).kernel is chosen(key, H200.with_software("flashinfer-python")).kernel
+    assert chosen("W4A16", bare.with_software("triton")).kernel.name == "triton_tiles"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fewbit.errors import CheckpointError
 from fewbit.numerics import QuantizedTensor, code_dtype, decode, effective_scale
 
 
@@ -30,6 +31,24 @@ def row_scales(record: QuantizedTensor) -> Tensor:
 def exact_in(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether every one of the values survives being stored in the dtype."""
     return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def integers_in_range(plain: QuantizedTensor) -> Tensor:
+    """The integers that the codes of a plain record stand for, before zero points and scales, int32 [N, K].
+
+    Raises:
+        CheckpointError: a code lies outside the element's range; packed, it would change its neighbours.
+    """
+    element = plain.key.element
+    numbers = plain["codes"].int() - element.bias
+    low, high = (int(extreme) for extreme in torch.aminmax(numbers))
+    if low < element.min or high > element.max:
+        raise CheckpointError(
+            f"Weights from {low} to {high} are stored as {element}, which ends at {element.min:.0f} and "
+            f"{element.max:.0f}.",
+            "Get the file again.",
+        )
+    return numbers
 
 
 def int8_codes(plain: QuantizedTensor) -> Tensor:

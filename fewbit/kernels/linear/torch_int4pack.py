@@ -32,10 +32,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, x86_obstacles
-from fewbit.kernels.linear.operands import spread
+from fewbit.kernels.linear.operands import integers_in_range, spread
 from fewbit.kernels.operations import define
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.packing.registry import unpack_record
@@ -119,16 +118,7 @@ def _shift(element: Element) -> int:
 
 def _fields(plain: QuantizedTensor) -> Tensor:
     """int32 codes of 0..15, [N, K]."""
-    element = plain.key.element
-    numbers = plain["codes"].int() - element.bias
-    low, high = (int(extreme) for extreme in torch.aminmax(numbers))
-    if low < element.min or high > element.max:
-        raise CheckpointError(
-            f"Weights from {low} to {high} are stored as {element}, which ends at {element.min:.0f} and "
-            f"{element.max:.0f}.",
-            "Get the file again.",
-        )
-    return numbers + _shift(element)
+    return integers_in_range(plain) + _shift(plain.key.element)
 
 
 def _linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, group: int) -> Tensor:

@@ -13,6 +13,7 @@ class Fp8Backend(StrEnum):
 
     TORCH_SCALED_MM = "torch_scaled_mm"
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -21,4 +22,6 @@ def _covers(key: LinearKey) -> bool:
     return not element.is_integer and element.bits == 8 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("fp8", Fp8Backend, _covers, {"cuda": (Fp8Backend.TORCH_SCALED_MM,), "cpu": (Fp8Backend.CPU,)})
+FAMILY = Family(
+    "fp8", Fp8Backend, _covers, {"cuda": (Fp8Backend.TORCH_SCALED_MM, Fp8Backend.TRITON), "cpu": (Fp8Backend.CPU,)}
+)

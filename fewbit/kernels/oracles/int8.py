@@ -15,6 +15,7 @@ class Int8Backend(StrEnum):
     TORCH_INT8PACK = "torch_int8pack"
     TORCH_INT4PACK = "torch_int4pack"
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -27,5 +28,8 @@ FAMILY = Family(
     "int8",
     Int8Backend,
     _covers,
-    {"cpu": (Int8Backend.ONEDNN, Int8Backend.CPU, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK)},
+    {
+        "cuda": (Int8Backend.TRITON,),
+        "cpu": (Int8Backend.ONEDNN, Int8Backend.CPU, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
+    },
 )

@@ -14,6 +14,7 @@ class WNA16Backend(StrEnum):
     TORCH_INT4PACK = "torch_int4pack"
     TORCH_INT8PACK = "torch_int8pack"
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -25,5 +26,8 @@ FAMILY = Family(
     "int_wna16",
     WNA16Backend,
     _covers,
-    {"cpu": (WNA16Backend.CPU, WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK)},
+    {
+        "cuda": (WNA16Backend.TRITON,),
+        "cpu": (WNA16Backend.CPU, WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK),
+    },
 )

@@ -12,6 +12,7 @@ class MxBackend(StrEnum):
     """Backends of MXFP4 and MXFP6 layers."""
 
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -24,4 +25,4 @@ def _is_nvfp4(key: LinearKey) -> bool:
     return key.weight.element.bits == 4 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("mx", MxBackend, _covers, {"cpu": (MxBackend.CPU,)})
+FAMILY = Family("mx", MxBackend, _covers, {"cuda": (MxBackend.TRITON,), "cpu": (MxBackend.CPU,)})

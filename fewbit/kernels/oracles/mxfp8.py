@@ -12,6 +12,7 @@ class MxFp8Backend(StrEnum):
     """Backends of MXFP8 layers."""
 
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -20,4 +21,4 @@ def _covers(key: LinearKey) -> bool:
     return not element.is_integer and element.bits == 8 and key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("mxfp8", MxFp8Backend, _covers, {"cpu": (MxFp8Backend.CPU,)})
+FAMILY = Family("mxfp8", MxFp8Backend, _covers, {"cuda": (MxFp8Backend.TRITON,), "cpu": (MxFp8Backend.CPU,)})

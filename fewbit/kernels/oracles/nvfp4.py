@@ -13,6 +13,7 @@ class NvFp4Backend(StrEnum):
     """Backends of NVFP4 layers."""
 
     CPU = "cpu"
+    TRITON = "triton"
     REFERENCE = "reference"
 
 
@@ -20,4 +21,4 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element == E2M1 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("nvfp4", NvFp4Backend, _covers, {"cpu": (NvFp4Backend.CPU,)})
+FAMILY = Family("nvfp4", NvFp4Backend, _covers, {"cuda": (NvFp4Backend.TRITON,), "cpu": (NvFp4Backend.CPU,)})

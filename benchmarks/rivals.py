@@ -1,0 +1,131 @@
+"""The kernels that people use otherwise, where they are at hand: Humming, and vLLM's compiled Marlin, Machete, CUTLASS.
+
+Humming is the package `humming-kernels`. vLLM's library is one file of its wheel, `_C_stable_libtorch.abi3.so` of
+vLLM 0.25.1 (built for torch 2.11), beside `scalar_type.py` of the same wheel: `--rivals DIR` names the folder that
+holds them as `C.so` and `scalar_type.py`. Operands are random; each call is made as vLLM makes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+GROUP = 128
+BF16 = torch.bfloat16
+
+HUMMING = {
+    "W4A16": ({"dtype": "int4", "group_size": GROUP, "scale_dtype": "bfloat16"}, "bfloat16"),
+    "NVFP4A16": ({"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}, "bfloat16"),
+    "MXFP4A16": ({"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}, "bfloat16"),
+    "FP8_DYNAMIC": ({"dtype": "float8e4m3", "group_size": 0, "scale_dtype": "bfloat16"}, "float8e4m3"),
+}
+
+
+class Rivals:
+    """Calls of other libraries' kernels over `copies` random weights of a layer [rows, columns].
+
+    Args:
+        folder: holds vLLM's library, or None.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.scalar_types: Any = None
+        self.library: Any = None
+        if folder is not None:
+            torch.ops.load_library(str(folder / "C.so"))
+            sys.path.insert(0, str(folder))
+            from scalar_type import scalar_types
+
+            self.library, self.scalar_types = torch.ops._C, scalar_types
+
+    def layers(self, scheme: str, columns: int, rows: int, copies: int) -> dict[str, Callable[[Tensor], list[Call]]]:
+        """Name -> a function from x [M, K] to one call for each copy."""
+        found: dict[str, Callable[[Tensor], list[Call]]] = {}
+        if importlib.util.find_spec("humming") and scheme in HUMMING:
+            found["humming"] = _humming(scheme, columns, rows, copies)
+        if self.library is None:
+            return found
+        if scheme == "W4A16":
+            found["marlin"] = self._marlin(columns, rows, copies)
+            found["machete"] = self._machete(columns, rows, copies)
+        if scheme == "FP8_DYNAMIC":
+            found["cutlass"] = self._cutlass(columns, rows, copies)
+        return found
+
+    def _words(self, columns: int, rows: int, copies: int) -> list[Tensor]:
+        shape = (columns // 8, rows)
+        return [torch.randint(-(2**31), 2**31 - 1, shape, device="cuda", dtype=torch.int32) for _ in range(copies)]
+
+    def _marlin(self, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
+        library, kind = self.library, self.scalar_types.uint4b8.id
+        order = torch.empty(0, dtype=torch.int32, device="cuda")
+        packed = [
+            library.gptq_marlin_repack(words, order, columns, rows, 4, False)
+            for words in self._words(columns, rows, copies)
+        ]
+        scale = torch.rand(columns // GROUP, rows, device="cuda", dtype=BF16) * 0.01
+        workspace = torch.zeros(132 * 4, dtype=torch.int32, device="cuda")
+
+        def calls(x: Tensor) -> list[Call]:
+            return [
+                partial(
+                    library.marlin_gemm, x, None, one, None, scale, None, None, None, None, None, workspace, kind,
+                    x.shape[0], rows, columns, True, False, True, False,
+                )
+                for one in packed
+            ]  # fmt: skip
+
+        return calls
+
+    def _machete(self, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
+        library, kind = self.library, self.scalar_types.uint4b8.id
+        packed = [
+            library.machete_prepack_B(words.t().contiguous().t(), BF16, kind, BF16)
+            for words in self._words(columns, rows, copies)
+        ]
+        scale = torch.rand(columns // GROUP, rows, device="cuda", dtype=BF16) * 0.01
+
+        def calls(x: Tensor) -> list[Call]:
+            return [
+                partial(library.machete_mm, x, one, kind, None, scale, None, GROUP, None, None, None) for one in packed
+            ]
+
+        return calls
+
+    def _cutlass(self, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
+        """The product alone: vLLM quantizes activations in another kernel."""
+        library = self.library
+        weights = [torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn).t() for _ in range(copies)]
+        scale = torch.ones(1, rows, device="cuda")
+
+        def calls(x: Tensor) -> list[Call]:
+            codes, token = x.to(torch.float8_e4m3fn), torch.ones(x.shape[0], 1, device="cuda")
+            out = x.new_empty(x.shape[0], rows)
+            return [partial(library.cutlass_scaled_mm, out, codes, one, token, scale, None) for one in weights]
+
+        return calls
+
+
+def _humming(scheme: str, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
+    from humming import testing
+    from humming.layer import HummingLayer
+
+    weight, element = HUMMING[scheme]
+    layers = []
+    for _ in range(copies):
+        layer = HummingLayer(
+            shape_n=rows, shape_k=columns, weight_config=weight, input_config={"dtype": element}, torch_dtype=BF16
+        ).to("cuda")
+        for parameter in layer.parameters():
+            testing.random_fill_tensor(parameter)
+        layer.transform()
+        layers.append(layer)
+    return lambda x: [partial(layer, inputs=x) for layer in layers]

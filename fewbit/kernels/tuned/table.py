@@ -1,0 +1,145 @@
+"""Tables of measurements: what they hold, where they lie, which one serves a device.
+
+A table is one JSON file. It names the device, its driver and the software that was measured, and holds two lists:
+`costs`, microseconds of every kernel that took a layer, and `plans`, the fastest way to cut a product over tiles.
+A table serves a device of the same name under the same major and minor versions of torch and Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from fewbit.errors import CheckpointError
+from fewbit.kernels.interface import LinearRequest
+from fewbit.spec.hardware import Hardware
+
+SHIPPED = Path(__file__).parent
+COMPARED = ("torch", "triton")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measurements of one device.
+
+    Attributes:
+        device: the maker's name, `NVIDIA H200` say.
+        driver: its driver's version, or an empty text.
+        software: package -> version.
+        costs: `{"key", "dtype", "N", "K", "M", "us": {kernel: microseconds}}` each.
+        plans: `{"layout": {...}, "M", "plan": {...}, "us"}` each, see `kernels.linear.tile_plans`.
+        path: the file.
+    """
+
+    device: str
+    driver: str
+    software: Mapping[str, str]
+    costs: tuple[Mapping[str, Any], ...] = ()
+    plans: tuple[Mapping[str, Any], ...] = ()
+    path: Path = field(default=Path(), compare=False)
+
+    def __str__(self) -> str:
+        """Where costs come from, for people."""
+        software = ", ".join(f"{package} {self.software[package]}" for package in COMPARED if package in self.software)
+        return f"measured on {self.device} with {software}, {self.path.name}"
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Reads a file.
+
+        Raises:
+            CheckpointError: it is no table.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                str(data["device"]), str(data["driver"]), dict(data["software"]), tuple(data["costs"]),
+                tuple(data["plans"]), path,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is no table of measurements: {error!r}.", "Run fewbit tune again."
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Writes the table, under its name only once it is whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {
+            "device": self.device, "driver": self.driver, "software": dict(self.software),
+            "costs": list(self.costs), "plans": list(self.plans),
+        }  # fmt: skip
+        lines = json.dumps(data, indent=None).replace('{"key"', '\n{"key"').replace('{"layout"', '\n{"layout"')
+        staged = path.with_name(path.name + ".part")
+        staged.write_text(lines + "\n", encoding="utf-8")
+        staged.replace(path)
+
+    def serves(self, hardware: Hardware) -> bool:
+        """Whether the measurements hold for that device and its software."""
+        same = all(
+            _short(self.software.get(package, "")) == _short(hardware.software.get(package, ""))
+            for package in COMPARED
+            if package in self.software
+        )
+        return self.device == name_of(hardware) and same
+
+    @cached_property
+    def _by_layer(self) -> dict[tuple[str, str, int, int], dict[int, Mapping[str, float]]]:
+        found: dict[tuple[str, str, int, int], dict[int, Mapping[str, float]]] = {}
+        for entry in self.costs:
+            layer = (entry["key"], entry["dtype"], entry["N"], entry["K"])
+            found.setdefault(layer, {})[entry["M"]] = entry["us"]
+        return found
+
+    def costs_of(self, request: LinearRequest, mix: Mapping[int, float]) -> dict[str, float]:
+        """Kernel -> microseconds of a layer, averaged over a mix of numbers of rows.
+
+        A kernel that was not measured at each of them (at the next larger M of the table) is left out.
+        """
+        measured = self._by_layer.get((str(request.key), request.dtype, request.rows, request.columns), {})
+        rows = {tokens: _ceiling(measured, tokens) for tokens in mix}
+        if not measured or None in rows.values():
+            return {}
+        lines = [(measured[rows[tokens] or 0], weight) for tokens, weight in mix.items()]
+        kernels = set.intersection(*(set(line) for line, _ in lines))
+        total = sum(mix.values())
+        return {name: sum(line[name] * weight for line, weight in lines) / total for name in sorted(kernels)}
+
+
+def _short(version: str) -> str:
+    """Major and minor version."""
+    return ".".join(version.split(".")[:2])
+
+
+def _ceiling(measured: Iterable[int], tokens: int) -> int | None:
+    return min((rows for rows in measured if rows >= tokens), default=None)
+
+
+def user_folder() -> Path:
+    """Where `fewbit tune` keeps tables."""
+    return Path.home() / ".cache" / "fewbit" / "tuned"
+
+
+def file_name(device: str) -> str:
+    """`NVIDIA H200` -> `nvidia-h200.json`."""
+    return "-".join(device.lower().split()) + ".json"
+
+
+@cache
+def tables_of(device: str) -> tuple[Table, ...]:
+    """The tables of a device, the user's own first."""
+    paths = (folder / file_name(device) for folder in (user_folder(), SHIPPED))
+    return tuple(Table.read(path) for path in paths if device and path.is_file())
+
+
+def table_for(hardware: Hardware) -> Table | None:
+    """The table that serves a device and its software, the user's own before the shipped one."""
+    return next((table for table in tables_of(name_of(hardware)) if table.serves(hardware)), None)
+
+
+def name_of(hardware: Hardware) -> str:
+    """What tables call a device: the maker's name, or the class of CPU."""
+    return hardware.model or hardware.name

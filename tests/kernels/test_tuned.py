@@ -1,0 +1,116 @@
+"""Tables of measurements: which one serves a device, what they say of a layer, and measuring one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fewbit.errors import CheckpointError
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
+from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
+from fewbit.kernels.probe import this_machine
+from fewbit.kernels.registry import choose_kernel, linear_kernels
+from fewbit.kernels.select import Preference
+from fewbit.kernels.tuned.session import tune_layers
+from fewbit.kernels.tuned.table import SHIPPED, Table, table_for
+from fewbit.kernels.tuned.tune import candidates
+from fewbit.spec import DEVICES
+from tests.kernels.layers import KEYS
+
+H200 = DEVICES["sm90"]
+SHIPPED_TABLES = sorted(SHIPPED.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED_TABLES, ids=lambda path: path.stem)
+def test_shipped_tables_hold_possible_plans_and_known_kernels(path: Path) -> None:
+    table = Table.read(path)
+    assert table.costs
+    for entry in table.costs:
+        assert set(entry["us"]) <= set(linear_kernels())
+        assert all(cost > 0 for cost in entry["us"].values())
+    for entry in table.plans:
+        assert is_possible(Plan(**entry["plan"]), TileLayout(**entry["layout"]))
+
+
+def test_the_h200_has_a_table_and_choices_say_where_costs_come_from() -> None:
+    choice = choose_kernel(LinearRequest(KEYS["W4A16"], 4096, 4096), H200)
+    assert choice.kernel.name == "triton_tiles"
+    assert choice.verdicts[0].cost_us is not None
+    assert "NVIDIA H200" in choice.cost_source
+    elsewhere = choose_kernel(LinearRequest(KEYS["W4A16"], 4096, 4096), DEVICES["sm80"])
+    assert (elsewhere.verdicts[0].cost_us, elsewhere.cost_source) == (None, "")
+
+
+def test_the_mix_decides_between_measured_kernels() -> None:
+    request = LinearRequest(KEYS["FP8_DYNAMIC"], 4096, 14336)
+    assert choose_kernel(request, H200).kernel.name == "triton_tiles_quantized"
+    assert choose_kernel(request, H200, Preference(mix={4096: 1})).kernel.name == "torch_scaled_mm"
+    assert choose_kernel(request, H200, Preference(mix={1: 1000, 4096: 1})).kernel.name == "triton_tiles_quantized"
+
+
+def test_another_version_or_device_is_not_served() -> None:
+    assert table_for(H200) is not None
+    assert table_for(replace(H200, software={"torch": "2.12", "triton": "3.6"})) is None
+    assert table_for(replace(H200, model="NVIDIA H100")) is None
+
+
+def test_costs_are_averaged_over_the_mix_at_the_next_larger_m() -> None:
+    request = LinearRequest(KEYS["W4A16"], 64, 256)
+    layer = {"key": str(request.key), "dtype": "bf16", "N": 64, "K": 256}
+    costs = ({**layer, "M": 1, "us": {"a": 1.0, "b": 3.0}}, {**layer, "M": 16, "us": {"a": 5.0}})
+    table = Table("x", "", {}, costs)
+    assert table.costs_of(request, {1: 1}) == {"a": 1.0, "b": 3.0}
+    assert table.costs_of(request, {1: 3, 7: 1}) == {"a": 2.0}
+    assert table.costs_of(request, {17: 1}) == {}
+    assert table.costs_of(replace(request, rows=128), {1: 1}) == {}
+
+
+def test_a_table_survives_writing_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+    table = Table("Some GPU", "1.2", {"torch": "2.11"}, ({"key": "k", "us": {}},), ())
+    table.write(tmp_path / "folder" / "t.json")
+    assert Table.read(tmp_path / "folder" / "t.json") == table
+    for text in ("", "[]", json.dumps({"device": "x"})):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(CheckpointError, match="no table of measurements"):
+            Table.read(tmp_path / "broken.json")
+
+
+def test_plans_come_from_the_table_where_the_shape_was_measured() -> None:
+    layout = layout_of(LinearRequest(KEYS["W4A16"], 4096, 4096))
+    assert layout is not None
+    measured = plan_by_table(layout, 1, "NVIDIA H200")
+    assert plan_by_table(layout, 3, "NVIDIA H200") == plan_by_table(layout, 4, "NVIDIA H200")
+    assert plan_by_table(layout, 100_000, "NVIDIA H200").decodes_first
+    assert plan_by_table(layout, 1, "another device") == plan_by_rule(layout, 1)
+    same_width = layout_of(LinearRequest(KEYS["W4A16_ASYM"], 4096, 4096))
+    assert same_width is not None
+    assert plan_by_table(same_width, 1, "NVIDIA H200") == measured
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 128, 256, 512, 4096])
+def test_candidates_are_possible(tokens: int) -> None:
+    layout = layout_of(LinearRequest(KEYS["W4A16"], 192, 512))
+    assert layout is not None
+    plans = list(candidates(layout, tokens, 132))
+    assert plans
+    assert len(set(plans)) == len(plans)
+    assert all(is_possible(plan, layout) for plan in plans)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="On a GPU this would compile a hundred plans.")
+def test_a_session_writes_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:
+    path, said = tmp_path / "cpu.json", []
+    hardware = this_machine("cpu")
+    if not hardware.has("avx2"):
+        pytest.skip("This machine's CPU has no AVX2, so no kernel would be measured.")
+    first = tune_layers([LinearRequest(KEYS["W4A16 g32"], 32, 64)], hardware, [1, 2], path, said.append)
+    assert [entry["M"] for entry in first.costs] == [1, 2]
+    second = tune_layers([LinearRequest(KEYS["W8A16"], 32, 64)], hardware, [1], path, said.append)
+    assert Table.read(path) == second
+    assert len(second.costs) == 3
+    assert len(said) == 3
