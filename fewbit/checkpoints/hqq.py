@@ -30,7 +30,7 @@ from fewbit.checkpoints.fp8 import matches_transformers
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, misfit, require_finite
 from fewbit.errors import CheckpointError, OutputError
-from fewbit.numerics import QuantizedTensor
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import packings, unpack_record
 from fewbit.packing.strided import FIELDS
 from fewbit.spec.element import BF16, ELEMENTS, Element
@@ -144,6 +144,9 @@ class Hqq(CheckpointFormat):
         if shape is None and known is None:
             raise CheckpointError(f"{module}: its shape is missing, so that W_q cannot be understood.", "Get it again.")
         return _described(module, headers, shape or known or (0, 0), packing)
+
+    def roles(self, stored: StoredLayer) -> frozenset[str]:
+        return super().roles(stored) | {FLOAT_ZERO_POINT}
 
     def specs(self, stored: StoredLayer) -> tuple[TensorSpec, ...]:
         form = _Form.of(stored)

@@ -84,9 +84,10 @@ def _compare(made: dict[str, Path], text: Path | None, windows: int, quiet: bool
 
     from fewbit.evaluation.divergence import divergence
     from fewbit.evaluation.speed import decode_speed, memory_bytes
-    from fewbit.models.calibration import load_tokenizer, read_text, token_windows
+    from fewbit.models.calibration import load_tokenizer, token_windows
     from fewbit.models.inspect import inspect_checkpoint
     from fewbit.models.load import load
+    from fewbit.models.texts import read_text
 
     base = made["bf16"]
     tokenizer = load_tokenizer(base)

@@ -26,12 +26,14 @@ def evaluate(
     quiet_libraries()
     from fewbit.evaluation.divergence import divergence
     from fewbit.evaluation.perplexity import perplexity
-    from fewbit.models.calibration import load_tokenizer, read_text, token_windows
+    from fewbit.models.calibration import load_tokenizer, token_windows
     from fewbit.models.load import load
+    from fewbit.models.texts import read_text
 
     place, numbers = torch_device(device), torch_dtype(dtype)
-    content, name = read_text(text)
-    ids = token_windows(load_tokenizer(against or model), content, window_length, windows)
+    tokenizer = load_tokenizer(against or model)
+    content, name = read_text(text, tokenizer)
+    ids = token_windows(tokenizer, content, window_length, windows)
     loaded = load(model, device=place, dtype=numbers)
     with progress("Scoring", len(ids), quiet=json) as advance:
         if against is None:

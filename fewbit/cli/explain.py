@@ -105,13 +105,13 @@ def asked_request(scheme: str, group_size: int | None, shape: str, element: str)
 
 def stored_requests(model: Path, element: str) -> dict[Any, str]:
     """Requests of a checkpoint's quantized layers, one for each distinct kind -> the first layer of the kind."""
-    from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
+    from fewbit.kernels.interface import EXTRAS, LinearRequest
     from fewbit.models.inspect import inspect_checkpoint
 
     kinds: dict[Any, str] = {}
     for layer in inspect_checkpoint(model).layers:
         if layer.key is not None:
-            extras = layer.roles & {*EXTRA_ROLES}
+            extras = layer.roles & {*EXTRAS}
             request = LinearRequest(layer.key, *layer.shape[-2:], element, extras=extras)
             kinds.setdefault(request, layer.name)
     return kinds

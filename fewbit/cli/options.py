@@ -37,7 +37,10 @@ KvCache = Annotated[
     str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
 ]
 CalibrationText = Annotated[
-    str | None, typer.Option("--calibration-text", help="UTF-8 text for calibration; built-in prose by default.")
+    str | None,
+    typer.Option(
+        "--calibration-text", help="Text for calibration, .txt, .jsonl or .parquet; built-in prose by default."
+    ),
 ]
 CalibrationWindows = Annotated[
     int, typer.Option("--calibration-windows", min=1, help="Windows of tokens that calibration reads.")

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fewbit.numerics import QuantizedTensor
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import PLAIN, Layout
@@ -32,8 +32,7 @@ class LinearRequest:
         has_order: whether the weight carries an act-order index.
         has_input_scale: whether static activation scales are stored.
         batch_invariant: whether a row's bits may not depend on M.
-        extras: roles of the record that change its numbers and that neither the key nor the flags above tell of; any of
-            `EXTRA_ROLES`.
+        extras: what changes the record's numbers and neither the key nor the flags above tell of; any of `EXTRAS`.
     """
 
     key: LinearKey
@@ -61,12 +60,21 @@ class LinearRequest:
             has_order="order" in record,
             has_input_scale="input_scale" in record or "input_global_scale" in record,
             batch_invariant=batch_invariant,
-            extras=frozenset(role for role in EXTRA_ROLES if role in record),
+            extras=extras_of(record),
         )
 
 
-EXTRA_ROLES = ("minimum", "codebook", "pre_scale")
-"""Roles beyond scales and zero points that change the numbers of a layer."""
+EXTRAS = ("minimum", "codebook", "pre_scale", FLOAT_ZERO_POINT)
+"""What changes the numbers of a layer beside scales and integer zero points: roles of its record, and zero points that
+are floats (HQQ)."""
+
+
+def extras_of(record: QuantizedTensor) -> frozenset[str]:
+    """Those of `EXTRAS` that a record has."""
+    found = {role for role in EXTRAS if role in record}
+    if "zero_point" in record and record["zero_point"].is_floating_point():
+        found.add(FLOAT_ZERO_POINT)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

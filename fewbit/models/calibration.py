@@ -33,27 +33,6 @@ class Calibration:
         return {"source": self.source, "windows": count, "length": length, "sha256": digest}
 
 
-def builtin_text() -> str:
-    """English prose that every CPython carries: the topics of its own help, about 700 KB."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def read_text(path: str | Path | None) -> tuple[str, str]:
-    """A text and its name: a file's, or the built-in prose where no file is given.
-
-    Raises:
-        ModelError: the file does not exist or is not UTF-8.
-    """
-    if path is None:
-        return builtin_text(), "pydoc_data.topics"
-    try:
-        return Path(path).read_text(encoding="utf-8"), Path(path).name
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"Cannot read the text {path}: {error}.", "Give a UTF-8 text file.") from error
-
-
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of a model folder, or of a file that a plugin reads.
 

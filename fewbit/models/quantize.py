@@ -10,7 +10,7 @@ from typing import Any
 from fewbit.algorithms.effort import algorithm_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
-from fewbit.models.calibration import Calibration, load_tokenizer, read_text, token_windows
+from fewbit.models.calibration import Calibration, load_tokenizer, token_windows
 from fewbit.models.load import Progress
 from fewbit.models.pipeline import (
     CALIBRATION_LENGTH,
@@ -20,6 +20,7 @@ from fewbit.models.pipeline import (
     quantize_checkpoint,
 )
 from fewbit.models.plan import Plan, make_plan
+from fewbit.models.texts import read_text
 from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.presets import kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
@@ -88,8 +89,8 @@ def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions) -> C
     """
     if not plan_needs_calibration(plan):
         return None
-    text, name = read_text(asked.calibration_text)
     tokenizer = load_tokenizer(source)
+    text, name = read_text(asked.calibration_text, tokenizer)
     return Calibration(token_windows(tokenizer, text, asked.calibration_length, asked.calibration_windows), name)
 
 

@@ -2,9 +2,10 @@
 
 from fewbit.numerics.cast import code_dtype, decode, encode, finite_codes, float_element, round_to
 from fewbit.numerics.quantize import clipped_share, dequantize, effective_scale, quantize, quantize_with
-from fewbit.numerics.tensor import ROLES, QuantizedTensor
+from fewbit.numerics.tensor import FLOAT_ZERO_POINT, ROLES, QuantizedTensor
 
 __all__ = [
+    "FLOAT_ZERO_POINT",
     "ROLES",
     "QuantizedTensor",
     "clipped_share",

@@ -28,6 +28,9 @@ ROLES = (
     "pre_scale",  # factor on each input feature before the layer, [K]; smoothing
 )
 
+FLOAT_ZERO_POINT = "float_zero_point"
+"""What a zero point that is a float instead of a code (HQQ) is called, where kernels are asked whether they take it."""
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import linear_kernels
-from fewbit.numerics import QuantizedTensor
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.spec import CHANNEL, ELEMENTS, TENSOR, LinearKey, QuantKey, ScaleSpec, block, group
-from fewbit.spec.element import BF16, F16, F32
+from fewbit.spec.element import BF16, F16, F32, Element
 from tests.kernels.layers import (
     DTYPES,
     KERNELS,
@@ -164,3 +164,22 @@ def test_inputs_may_be_strided(name: str) -> None:
             assert torch.equal(kernel.run(x, prepared, None), kernel.run(x.contiguous(), prepared, None))
             sliced = inputs((2, 5, 64), torch.bfloat16)[:, 1:3]
             assert torch.equal(kernel.run(sliced, prepared, None), kernel.run(sliced.contiguous(), prepared, None))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_zero_points_that_are_floats_are_applied_or_refused(name: str, dtype: Element) -> None:
+    """HQQ's: a kernel that reads them as codes is off by half a step."""
+    kernel = linear_kernels()[name]
+    key = LinearKey(QuantKey(ELEMENTS["uint4"], ScaleSpec(F32, group(64)), symmetric=False))
+    record = layer(key, 64, 256)
+    record = record.with_tensors(zero_point=torch.rand(record["scale"].shape) * 15)
+    request = LinearRequest.of(record, key, dtype.name)
+    assert request.extras == {FLOAT_ZERO_POINT}
+    if kernel.refuse(request, this_machine("cpu")) is None:
+        check(kernel, request, record, [(1,), (17,)])
+        return
+    integers = LinearRequest.of(layer(key, 64, 256), key, dtype.name)
+    if kernel.refuse(integers, this_machine("cpu")) is None:
+        with pytest.raises(ValueError, match=FLOAT_ZERO_POINT):
+            kernel.prepare(record, integers)

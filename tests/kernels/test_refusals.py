@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest, Refusal
+from fewbit.kernels.interface import EXTRAS, LinearRequest, Refusal
 from fewbit.kernels.registry import linear_kernels
 from fewbit.spec import CHANNEL, DEVICES, Hardware, Layout
 from tests.kernels.layers import KERNELS, KEYS, layer, weight_only
@@ -28,7 +28,7 @@ REQUESTS = st.builds(
     has_order=st.booleans(),
     has_input_scale=st.booleans(),
     batch_invariant=st.booleans(),
-    extras=st.frozensets(st.sampled_from(EXTRA_ROLES)),
+    extras=st.frozensets(st.sampled_from(EXTRAS)),
 )
 UNKNOWN = Hardware("bare", "cpu")
 

@@ -101,8 +101,9 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
     """The block stream gives each layer the inputs that a whole forward pass gives it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fewbit.models.calibration import builtin_text, token_windows
+    from fewbit.models.calibration import token_windows
     from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
+    from fewbit.models.texts import builtin_text
 
     source = save_tiny_model(tmp_path / "model", max_position_embeddings=1024, dtype=torch.float32)
     quantize(source, tmp_path / "q", "FP8")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fewbit.errors import CheckpointError
-from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.interface import LinearRequest, Prepared, extras_of
 from fewbit.kernels.native import DTYPES
-from fewbit.numerics import QuantizedTensor, decode, effective_scale
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, F16, Element
 
 BLOCK_ROWS = 16
@@ -96,11 +96,15 @@ def prepare_blocks(plain: QuantizedTensor, fields: Fields) -> Prepared:
     zero, power = (lift, 0) if element.is_integer else _as_read(element)
     factor *= 2.0**power
     tensors = {"words": _words(_unsigned(plain, lift), slots, fields), "scale": _by_block(scale, plain)}
-    if "zero_point" in plain:
+    minimum = plain["minimum"].float() if "minimum" in plain else None
+    if FLOAT_ZERO_POINT in extras_of(plain):
+        shift = -plain["zero_point"].float() * effective_scale(plain)
+        minimum = shift if minimum is None else minimum + shift
+    elif "zero_point" in plain:
         zeros = decode(plain["zero_point"], element) + lift
         tensors["zero"] = _by_block(zeros.to(torch.uint8), plain)
-    if "minimum" in plain:
-        tensors["minimum"] = _by_block(plain["minimum"].float() / factor, plain)
+    if minimum is not None:
+        tensors["minimum"] = _by_block(minimum / factor, plain)
     if slots.features is not None:
         tensors["features"] = slots.features.reshape(-1).int()
     bits = struct.unpack("i", struct.pack("f", factor))[0]

@@ -18,11 +18,11 @@ from fewbit.kernels.linear.cpu_blocks import blocks_bytes, fields_of, prepare_bl
 from fewbit.kernels.linear.obstacles import compiled_obstacles, record_obstacles, require_roles
 from fewbit.kernels.native import address, call_linear, operands
 from fewbit.kernels.operations import define
-from fewbit.numerics import QuantizedTensor
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.hardware import Hardware
 
-SUPPORTED = ("minimum", "order")
+SUPPORTED = ("minimum", FLOAT_ZERO_POINT, "order")
 
 
 class CpuWeightOnly(LinearKernel):
@@ -41,7 +41,7 @@ class CpuWeightOnly(LinearKernel):
         Raises:
             CheckpointError: a code lies outside the element's range, or is no finite number.
         """
-        require_roles(record, request, SUPPORTED if request.has_order else SUPPORTED[:1])
+        require_roles(record, request, SUPPORTED if request.has_order else SUPPORTED[:-1])
         fields = fields_of(record.key.element)
         assert fields is not None, "the request was refused"
         return prepare_blocks(unpack_record(record), fields)

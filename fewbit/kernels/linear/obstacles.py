@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
-from fewbit.kernels.interface import EXTRA_ROLES, LinearRequest
+from fewbit.kernels.interface import EXTRAS, LinearRequest, extras_of
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.hardware import CPU_EXTENSION, Hardware
 from fewbit.spec.key import QuantKey
@@ -29,9 +29,9 @@ def record_obstacles(request: LinearRequest, supported: Container[str] = ()) -> 
     """Parts of a record that a kernel would have to apply and does not, `supported` extras aside; empty layers."""
     if request.has_order and "order" not in supported:
         yield "act-order gives each input feature a group of its own, groups of consecutive features are needed"
-    for role in EXTRA_ROLES:
-        if role in request.extras and role not in supported:
-            yield f"the weight carries a {role}, which this kernel does not apply"
+    for extra in EXTRAS:
+        if extra in request.extras and extra not in supported:
+            yield f"the weight carries a {extra}, which this kernel does not apply"
     if request.rows < 1 or request.columns < 1:
         yield f"the layer is empty: [{request.rows}, {request.columns}]"
 
@@ -59,12 +59,13 @@ def found_features(hardware: Hardware) -> str:
     return f"{hardware.name} with {', '.join(sorted(hardware.features)) or 'none'}"
 
 
-def require_roles(record: QuantizedTensor, request: LinearRequest, supported: Container[str] = ()) -> None:
+def require_roles(record: QuantizedTensor, request: LinearRequest, supported: Iterable[str] = ()) -> None:
     """Guards `prepare` against a record that its request does not tell the truth about.
 
     Raises:
         ValueError: the record carries a role that this kernel would silently leave out.
     """
-    unknown = [role for role in (*EXTRA_ROLES, "order") if role in record and role not in supported]
+    found = extras_of(record) | ({"order"} if "order" in record else set())
+    unknown = sorted(found - {*supported})
     if unknown:
         raise ValueError(f"the record carries {', '.join(unknown)}, its request says {sorted(request.extras)}")

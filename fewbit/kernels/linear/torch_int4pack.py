@@ -36,7 +36,7 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refu
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, x86_obstacles
 from fewbit.kernels.linear.operands import integers_in_range, spread
 from fewbit.kernels.operations import define
-from fewbit.numerics import QuantizedTensor, decode, effective_scale
+from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor, decode, effective_scale
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.element import Element
 from fewbit.spec.hardware import Hardware
@@ -44,7 +44,7 @@ from fewbit.spec.hardware import Hardware
 GROUPS = (256, 128, 64, 32)  # what the operation takes, the fewest scales first
 ROW_QUANTUM = 16
 MIDDLE = 8  # the code that the operation takes as zero
-SUPPORTED = ("minimum",)
+SUPPORTED = ("minimum", FLOAT_ZERO_POINT)
 
 
 class TorchInt4Pack(LinearKernel):
