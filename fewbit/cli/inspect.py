@@ -36,6 +36,12 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
         f"{size(found.bytes)} of tensors, "
         f"{found.quantized_bytes / max(1, found.bytes):.1%} of them in quantized layers."
     )
+    plain: dict[str, int] = {}
+    for layer in found.layers:
+        if layer.reason:
+            plain[layer.reason] = plain.get(layer.reason, 0) + layer.bytes
+    for reason, held in sorted(plain.items(), key=lambda item: -item[1]):
+        console.print(f"Not quantized: {size(held)}, {reason}.")
     for oddity in found.oddities:
         console.print(f"[yellow]Oddity:[/] {oddity}")
 
@@ -46,10 +52,11 @@ def _groups(layers: tuple[Any, ...]) -> list[dict[str, Any]]:
     for layer in layers:
         name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
         entry = groups.setdefault(
-            (name, layer.shape, str(layer.key), layer.variant),
+            (name, layer.shape, str(layer.key), layer.variant, layer.reason),
             {
                 "modules": name, "shape": "x".join(map(str, layer.shape)), "key": str(layer.key) if layer.key else None,
-                "variant": layer.variant, "dtypes": layer.dtypes, "count": 0, "bytes": 0, "bits_per_weight": 0.0,
+                "variant": layer.variant, "reason": layer.reason,
+                "dtypes": layer.dtypes, "count": 0, "bytes": 0, "bits_per_weight": 0.0,
             },
         )  # fmt: skip
         entry["count"] += 1

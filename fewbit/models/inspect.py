@@ -26,6 +26,7 @@ class InspectedModule:
         bytes: of all its tensors.
         dtypes: safetensors dtypes of its tensors.
         roles: roles that its hub record may have; empty for a plain module.
+        reason: why it is plain in a quantized checkpoint; empty elsewhere.
     """
 
     name: str
@@ -35,6 +36,7 @@ class InspectedModule:
     bytes: int
     dtypes: tuple[str, ...]
     roles: frozenset[str] = frozenset()
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,25 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         kind = (id(described), *headers.items())
         if kind not in kinds:
             kinds[kind] = described, _kind(stored, module, headers, described)  # kept, so that its id stays its own
-        layers.append(replace(kinds[kind][1], name=module))
+        says = None
         if stored.scheme is not None and stored.format is not None and "weight" in headers | _as_weight(described):
             says = stored.scheme.key_for(module, "Linear", stored.format.matcher)
             if described is not None and says is None:
                 oddities.append(f"{module} is stored as {described.key}, the configuration leaves it plain")
+        layer = replace(kinds[kind][1], name=module)
+        if stored.format is not None and described is None:
+            layer = replace(layer, reason=_why_plain(layer.shape, says))
+        layers.append(layer)
     layers.sort(key=lambda layer: natural_order(layer.name))
     name = stored.format.name if stored.format else "plain"
     return Inspection(name, stored.decided_by or "no quantization configuration", tuple(layers), tuple(oddities))
+
+
+def _why_plain(shape: tuple[int, ...], says: LinearKey | None) -> str:
+    """Why a module of a quantized checkpoint is plain, as far as headers and configuration tell."""
+    if len(shape) < 2:
+        return "no matrix"
+    return "left out by the configuration" if says is None else "an embedding, or plain against the configuration"
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -10,6 +10,8 @@ import pytest
 
 from fewbit.checkpoints.tensor_files import INDEX
 from fewbit.models.inspect import inspect_checkpoint
+from fewbit.models.quantize import quantize
+from tests.tiny_models import save_tiny_model
 
 SHARDS, EXPERTS_IN_SHARD = 1000, 10
 
@@ -61,3 +63,14 @@ def test_a_thousand_shards_take_less_than_two_seconds(thousand_shards: Path) -> 
     }
     assert found.quantized_bytes == found.bytes and not found.oddities
     assert min(seconds) < 2
+
+
+def test_every_plain_module_has_a_reason(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=["model.layers.0.mlp.up_proj"])
+    reasons = {layer.name: layer.reason for layer in inspect_checkpoint(tmp_path / "q").layers}
+    assert reasons["model.layers.0.mlp.up_proj"] == reasons["lm_head"] == "left out by the configuration"
+    assert reasons["model.norm"] == "no matrix"
+    assert "embedding" in reasons["model.embed_tokens"]
+    assert reasons["model.layers.1.mlp.up_proj"] == ""
+    assert {layer.reason for layer in inspect_checkpoint(source).layers} == {""}
