@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fewbit.kernels.select import Preference
@@ -61,6 +62,18 @@ def test_real_weights_agree(smollm2_cut: Path, tmp_path: Path, scheme: str) -> N
 def test_sizes_that_are_multiples_of_128_agree(tmp_path: Path, scheme: str) -> None:
     source = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
     quantize(source, tmp_path / "q", scheme)
+    ours = load(tmp_path / "q", device="cpu", dtype=torch.float32, preference=Preference("reference"))
+    agree(ours, stock(tmp_path / "q", scheme), IDS % 256)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4A16"])
+def test_codes_and_scales_that_were_searched_agree(tmp_path: Path, scheme: str) -> None:
+    """Scales of either sign among them, which round to nearest does not write."""
+    source = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
+    quantize(source, tmp_path / "q", scheme, effort="balanced", calibration_windows=4, calibration_length=64)
+    if scheme == "W4A16":
+        scales = load_file(tmp_path / "q" / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+        assert 0 < (scales < 0).float().mean() < 1
     ours = load(tmp_path / "q", device="cpu", dtype=torch.float32, preference=Preference("reference"))
     agree(ours, stock(tmp_path / "q", scheme), IDS % 256)
 
