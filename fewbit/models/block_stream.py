@@ -81,16 +81,9 @@ class BlockStream:
         statistics = {name: InputStatistics.empty() for name in layers}
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            handles = [
-                self.model.get_submodule(location).register_forward_pre_hook(
-                    lambda _module, inputs, gathered=statistics[name]: gathered.add(inputs[0])
-                )
-                for name, location in layers.items()
-            ]
-            for index in range(len(self.states)):
-                self.states[index] = self._forward(block, path, index)
-            for handle in handles:
-                handle.remove()
+            with self._before_each(layers, lambda name, x: statistics[name].add(x)):
+                for index in range(len(self.states)):
+                    self.states[index] = self._forward(block, path, index)
         return statistics
 
     def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
@@ -113,25 +106,25 @@ class BlockStream:
             inputs = self._shared_inputs(block, path, layers)
             passes = [_Pass(greenlet(self._forward), (block, path, index)) for index in range(len(self.states))]
             solved: set[str] = set()
-            handles = [
-                self.model.get_submodule(location).register_forward_pre_hook(_stop_unless_solved(name, solved))
-                for name, location in layers.items()
-            ]
-            for one in passes:
-                one.resume()
-            while waiting := [one for one in passes if one.layer is not None]:
-                stage = next(group for group in inputs if any(one.layer in group for one in waiting))
-                arrived = [one for one in waiting if one.layer in stage]
-                statistics = InputStatistics.empty(arrived[0].input.shape[-1], arrived[0].input.device)
-                for one in arrived:
-                    statistics.add(one.input)
-                for name, weight in solve(stage, statistics).items():
-                    self.model.get_submodule(layers[name]).weight.copy_(weight)
-                solved.update(stage)
-                for one in arrived:
+
+            def stop(name: str, x: Tensor) -> None:
+                if name not in solved:
+                    greenlet.getcurrent().parent.switch((name, x))
+
+            with self._before_each(layers, stop):
+                for one in passes:
                     one.resume()
-            for handle in handles:
-                handle.remove()
+                while waiting := [one for one in passes if one.layer is not None]:
+                    stage = next(group for group in inputs if any(one.layer in group for one in waiting))
+                    arrived = [one for one in waiting if one.layer in stage]
+                    statistics = InputStatistics.empty(arrived[0].input.shape[-1], arrived[0].input.device)
+                    for one in arrived:
+                        statistics.add(one.input)
+                    for name, weight in solve(stage, statistics).items():
+                        self.model.get_submodule(layers[name]).weight.copy_(weight)
+                    solved.update(stage)
+                    for one in arrived:
+                        one.resume()
             if refine is None:
                 self.states = [one.output for one in passes]
                 return
@@ -143,8 +136,7 @@ class BlockStream:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
             replaced = {f"{layers[name].removeprefix(f'{path}.')}.weight": weight for name, weight in weights.items()}
             arguments = self.arguments[path][index]
-            result = torch.func.functional_call(block, replaced, (self.states[index],), arguments)
-            return result[0] if isinstance(result, tuple) else result
+            return _state_of(torch.func.functional_call(block, replaced, (self.states[index],), arguments))
 
         return output
 
@@ -152,30 +144,45 @@ class BlockStream:
         arguments = self.arguments[path][index]
         if self.watch is not None:
             arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
-        output = block(self.states[index] if state is None else state, **arguments)
-        return output[0] if isinstance(output, tuple) else output
+        return _state_of(block(self.states[index] if state is None else state, **arguments))
+
+    @contextmanager
+    def _before_each(self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Meanwhile `call` gets the name and the input of each of `layers` before it runs."""
+        handles = [
+            self.model.get_submodule(location).register_forward_pre_hook(
+                lambda _module, inputs, name=name: call(name, inputs[0])
+            )
+            for name, location in layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> list[list[str]]:
         """Layers by the input they read, in the order in which one batch comes to them; then those it never meets."""
         met: list[tuple[Tensor, list[str]]] = []
 
-        def meet(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
-            def hook(_module: nn.Module, inputs: tuple[Tensor]) -> None:
-                for tensor, names in met:
-                    if tensor is inputs[0]:
-                        names.append(name)
-                        return
-                met.append((inputs[0], [name]))
+        def meet(name: str, x: Tensor) -> None:
+            for tensor, names in met:
+                if tensor is x:
+                    names.append(name)
+                    return
+            met.append((x, [name]))
 
-            return hook
-
-        handles = [self.model.get_submodule(at).register_forward_pre_hook(meet(name)) for name, at in layers.items()]
-        self._forward(block, path, 0)
-        for handle in handles:
-            handle.remove()
+        with self._before_each(layers, meet):
+            self._forward(block, path, 0)
         found = [names for _, names in met]
         known = {name for names in found for name in names}
         return found + [[name] for name in layers if name not in known]
+
+
+def _state_of(output: Any) -> Tensor:
+    """The hidden state of what a block returns: some return it with attention weights or caches."""
+    state: Tensor = output[0] if isinstance(output, tuple) else output
+    return state
 
 
 @dataclass
@@ -202,14 +209,6 @@ class _Pass:
             self.layer, self.output = None, result
         else:
             self.layer, self.input = result
-
-
-def _stop_unless_solved(name: str, solved: set[str]) -> Callable[[nn.Module, tuple[Tensor]], None]:
-    def hook(_module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if name not in solved:
-            greenlet.getcurrent().parent.switch((name, inputs[0]))
-
-    return hook
 
 
 class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early

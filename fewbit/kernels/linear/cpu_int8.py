@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.cpu_blocks import blocks_bytes, fields_of, prepare_blocks
-from fewbit.kernels.linear.cpu_weight_only import operand_pair
+from fewbit.kernels.linear.cpu_weight_only import fake_output, operand_pair
 from fewbit.kernels.linear.integer_activations import Rule, activation_obstacles, static_scale
 from fewbit.kernels.linear.obstacles import compiled_obstacles, record_obstacles, require_roles
 from fewbit.kernels.native import address, call_integer_linear, operands
@@ -121,13 +121,9 @@ def _linear(
     return y
 
 
-def _fake(x: Tensor, *arguments: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], arguments[-2])
-
-
 _operation = define(
     "linear_cpu_int8(Tensor x, Tensor shape, Tensor words, Tensor scale, Tensor? zero, Tensor? features, "
     "Tensor? input_scale, Tensor? bias, bool per_token, int low, int high, int rows, int columns) -> Tensor",
     _linear,
-    _fake,
+    fake_output,
 )

@@ -117,7 +117,8 @@ def operand_pair(x: Tensor, bias: Tensor | None, rows: int, columns: int) -> tup
     return x if x.is_contiguous() else x.contiguous(), y, x.numel() // columns
 
 
-def _fake(x: Tensor, *arguments: object) -> Tensor:
+def fake_output(x: Tensor, *arguments: object) -> Tensor:
+    """What an operation returns whose last two arguments are N and K."""
     return x.new_empty(*x.shape[:-1], arguments[-2])
 
 
@@ -125,5 +126,5 @@ _operation = define(
     "linear_cpu(Tensor x, Tensor shape, Tensor words, Tensor scale, Tensor? zero, Tensor? minimum, Tensor? features, "
     "Tensor? bias, int rows, int columns) -> Tensor",
     _linear,
-    _fake,
+    fake_output,
 )
