@@ -9,8 +9,8 @@ Fields are 2, 4 or 8 bits wide; widths between take the next one. Integers of 2 
 int8 in two's complement; `e2m1` is spread over its word as `programs.decode` wants it.
 
 Scales of groups are packed into int32 words [groups or units, N], as many a word as fit, beside int8 zero points in the
-same order. A scale of a whole row is applied after the last sum, as the global scale is, be it one or one a row. Two kinds of scales are
-recoded so that decoding can multiply them in, exactly:
+same order. A scale of a whole row is applied after the last sum, and so are global scales, one or one a row. Two kinds
+of scales are recoded so that decoding can multiply them in, exactly:
 
 * NVFP4's E4M3 scales become five exponent bits over three of mantissa without sign, zero or subnormals: a sign goes
   into the weights' codes, a group under a scale of zero gets codes of zero. The product with an E2M1 number has six
@@ -252,7 +252,7 @@ def _placed(field: Tensor, index: int, layout: TileLayout) -> Tensor:
 
 
 def _global_scale(plain: QuantizedTensor, layout: TileLayout) -> Tensor:
-    """The factors of rows that the packed scales do not hold, float32 [1], or [N] where joined members keep their own."""
+    """What packed scales do not hold: a factor, float32 [1], or one a row, [N], where joined members keep their own."""
     if layout.scale_kind == "f32" or "global_scale" not in plain:
         return torch.ones(1, device=plain["codes"].device)
     return plain["global_scale"].float().reshape(-1)
