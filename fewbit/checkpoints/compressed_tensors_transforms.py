@@ -57,9 +57,9 @@ def _group(name: str, value: Any) -> Iterator[Transform]:
     if precision not in _PRECISIONS:
         raise CheckpointError(f"{where}.precision is {precision!r}.", closest(precision, _PRECISIONS))
     permuted = typed(group.get("randomize", False), bool, f"{where}.randomize") and kind != "random-matrix"
-    for index, place in enumerate(typed(group.get("apply") or [], list, f"{where}.apply")):
+    for index, one in enumerate(typed(group.get("apply") or [], list, f"{where}.apply")):
         at = f"{where}.apply[{index}]"
-        place = _known(place, _PLACE_ARGUMENTS, at)
+        place = _known(one, _PLACE_ARGUMENTS, at)
         location = place.get("location")
         if location not in (*ONLINE, *OFFLINE):
             raise CheckpointError(f"{at}.location is {location!r}.", closest(str(location), (*ONLINE, *OFFLINE)))
