@@ -32,6 +32,9 @@ def quantize(
     kv_cache: options.KvCache = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away what an earlier, stopped run finished in OUTPUT.partial.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
@@ -62,7 +65,14 @@ def quantize(
     calibration = calibration_for(model, made, asked)
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
         report = quantize_checkpoint(
-            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
+            model,
+            output,
+            made,
+            calibration=calibration,
+            max_shard_bytes=shard_bytes,
+            progress=advance,
+            device=device,
+            restart=restart,
         )
     if json:
         print_json(report | {"output": str(output)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,22 @@ class BlockStream:
                 for index in range(len(self.states)):
                     self.states[index] = self._forward(block, path, index)
         return statistics
+
+    def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Carries the states through a block whose new weights are known.
+
+        Args:
+            path: the block's, in the model.
+            weights: path in the model and weight [N, K] of each layer that later ones see changed.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            for location, weight in weights:
+                self.model.get_submodule(location).weight.copy_(weight)
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
 
     def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
         """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
