@@ -54,6 +54,13 @@ ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight
 Restart = Annotated[
     bool, typer.Option("--restart", help="Throw away what an earlier, stopped run has finished in OUTPUT.partial.")
 ]
+KeepStatistics = Annotated[
+    Path | None,
+    typer.Option(
+        "--keep-statistics",
+        help="Folder for what calibration shows of the unquantized model; found there, no forward pass is needed.",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option("--device", help="auto, cpu, cuda; for explain and plan also a device's name, say sm90 or x86-avx2."),

@@ -36,6 +36,7 @@ def quantize(
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
+    keep_statistics: options.KeepStatistics = None,
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
@@ -60,7 +61,8 @@ def quantize(
         calibration_length=calibration_length,
         kv_cache=kv_cache,
     )
-    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), device=device, restart=restart)
+    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
+    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
 
 
 def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:

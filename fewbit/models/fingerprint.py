@@ -11,14 +11,13 @@ import torch
 
 import fewbit
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.models.calibration import Calibration
 
 _DECIDING = ("spec", "numerics", "packing", "checkpoints", "algorithms", "models")
 """Folders whose code decides which numbers come out."""
 
 
-def fingerprint_of(folder: TensorFolder, calibration: Calibration | None, device: torch.device) -> dict[str, Any]:
-    """Fields of the model, the calibration, the code and the machine, nested.
+def fingerprint_of(folder: TensorFolder, device: torch.device) -> dict[str, Any]:
+    """Fields of the model, the code and the machine, nested.
 
     Of the weights it takes the names, dtypes, shapes and sizes, and the first and last bytes of every tensor: another
     training shows there, a single number changed in the middle does not.
@@ -29,7 +28,6 @@ def fingerprint_of(folder: TensorFolder, calibration: Calibration | None, device
             "tensors": _sha256(*(f"{name} {header}".encode() for name, header in sorted(folder.headers.items()))),
             "weights": _sha256(*(piece for name in sorted(folder.headers) for piece in folder.ends(name))),
         },
-        "calibration": calibration.record() if calibration is not None else None,
         "fewbit": {"version": fewbit.__version__, "code": _code()},
         "torch": torch.__version__,
         "device": _machine(device),

@@ -21,8 +21,9 @@ from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.kv_scales import attention_modules
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
-from fewbit.checkpoints.work_folder import FinishedUnit, WorkFolder, work_folder
-from fewbit.errors import CheckpointError, ModelError
+from fewbit.checkpoints.unit_folder import FinishedUnit
+from fewbit.checkpoints.work_folder import WorkFolder, work_folder
+from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.models.block_stream import BlockStream, Output
 from fewbit.models.calibration import Calibration
 from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
@@ -35,6 +36,7 @@ from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import InputSeen, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
 from fewbit.models.replace import tensor_slot
+from fewbit.models.statistics import BlockStatistics, StatisticsStore
 from fewbit.models.written import LayerWriter, WrittenLayer
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
@@ -65,6 +67,7 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     device: str = "cpu",
     restart: bool = False,
+    keep_statistics: str | Path | None = None,
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -78,6 +81,8 @@ def quantize_checkpoint(
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
         restart: whether what an earlier run has finished is thrown away.
+        keep_statistics: folder for the statistics of the unquantized model's layers, gathered unless they are there;
+            layers are then quantized by these, and no hidden states are carried through quantized layers.
 
     Returns:
         The report, which is also written to `quantization_report.json`, and the seconds that this call took.
@@ -91,14 +96,16 @@ def quantize_checkpoint(
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
     started, source = time.monotonic(), Path(source)
+    store = _statistics(source, plan, calibration, device, keep_statistics)
     earlier, report_file = WorkFolder(output), Path(output) / REPORT_FILE
     if earlier.is_published() and report_file.is_file():  # all that was left to an earlier run was to clear up
         earlier.remove()
         return json.loads(report_file.read_text()) | {"seconds": 0.0}
     with work_folder(output, restart) as work:
-        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device))
+        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
         recipe = run.recipe()
-        work.begin({"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, calibration, run.device))
+        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
+        work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
         run.quantize(work)
         with work.staged() as staging:
             written, outcomes = write_output(run.folder, list(run.units.values()), work, staging, max_shard_bytes)
@@ -109,6 +116,24 @@ def quantize_checkpoint(
     return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
+def _statistics(
+    source: Path, plan: Plan, calibration: Calibration | None, device: str, folder: str | Path | None
+) -> StatisticsStore | None:
+    """The statistics to quantize by, complete; None where each layer is to see what the quantized ones put out."""
+    if folder is None:
+        return None
+    if calibration is None or not plan_needs_calibration(plan):
+        raise SchemeError(f"{plan.recipe.algorithm} reads no statistics here.", "Leave --keep-statistics out.")
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+        raise SchemeError(
+            f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
+            "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    store = StatisticsStore(folder)
+    store.complete(source, calibration, device)
+    return store
+
+
 class _Run:
     """The state of one pass over a checkpoint.
 
@@ -117,8 +142,15 @@ class _Run:
     """
 
     def __init__(
-        self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
+        self,
+        source: Path,
+        plan: Plan,
+        calibration: Calibration | None,
+        progress: Progress,
+        device: torch.device,
+        store: StatisticsStore | None = None,
     ) -> None:
+        self.store = store
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
@@ -156,7 +188,11 @@ class _Run:
 
         Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`.
         """
-        written = self._through(stream, block) if stream is not None and block else {}
+        written: Mapping[str, WrittenLayer] = {}
+        if block and self.store is not None:
+            written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
+        elif block and stream is not None:
+            written = self._through(stream, block)
         tensors: dict[str, Tensor] = {}
         made: dict[str, list[str]] = {}
         outcomes = []
@@ -200,7 +236,7 @@ class _Run:
         return units
 
     def _stream(self) -> BlockStream | None:
-        if self.calibration is None or not plan_needs_calibration(self.plan):
+        if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
             return None
         windows = self.calibration.windows.to(self.device)
         return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
@@ -242,6 +278,16 @@ class _Run:
             seen.update(stream.gather(block, inside))
             for name, statistics in seen.items():
                 written |= self._written(self._quantize([name], statistics))
+        return written
+
+    def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
+        """Quantizes the layers of a block by statistics that were kept."""
+        written: dict[str, WrittenLayer] = {}
+        self.watch = CacheWatch(block.cache)
+        self.seen = {name: statistics for name, statistics in block.inputs.items() if name in self.layers}
+        for names, statistics in block.groups:
+            chosen = [name for name in names if name in self.layers]
+            written |= self._written(self._quantize(chosen, statistics)) if chosen else {}
         return written
 
     def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
@@ -330,6 +376,8 @@ class _Run:
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
         record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
+        if record is not None:
+            record["inputs"] = "as quantized layers put them out" if self.store is None else "of the unquantized model"
         return Recipe(**{**vars(self.plan.recipe), "calibration": record})
 
     def kept(self) -> list[str]:

@@ -105,6 +105,7 @@ def quantize(
     progress: Progress | None = None,
     device: str = "cpu",
     restart: bool = False,
+    keep_statistics: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
@@ -119,6 +120,7 @@ def quantize(
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
         restart: whether what an earlier run, stopped, has finished is thrown away.
+        keep_statistics: see `quantize_checkpoint`.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -139,4 +141,5 @@ def quantize(
         progress=progress,
         device=device,
         restart=restart,
+        keep_statistics=keep_statistics,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.models.block_stream import BlockStream
 from fewbit.models.quantize import quantize
+from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model
 
 SIZES = {"calibration_windows": 6, "calibration_length": 32}
@@ -31,12 +31,6 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("source") / "model", num_hidden_layers=3)
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Of every file."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 ON_DISK = ((os, "fsync"), (Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (shutil, "rmtree"))
