@@ -9,6 +9,7 @@ from functools import cache
 from fewbit.spec.element import E2M1, E4M3, E8M0, F32
 from fewbit.spec.granularity import TENSOR, TOKEN
 from fewbit.spec.key import QuantKey
+from fewbit.spec.recipe import ScaleRules
 
 MAX_COLUMNS = 16384
 """A row under one scale is held in the registers of one program; a longer one would spill."""
@@ -28,6 +29,7 @@ class Rounding:
         group: numbers of a row under one scale, 0 where one scale holds for a row or for everything.
         scale_kind: `f32`, `e8m0`, or `e4m3` under a static scale of the tensor.
         largest_exponent: exponent of the largest number, which E8M0 scales count from.
+        carry: what rounds a float32's bits to the element's mantissa before its exponent is read (`ScaleRules.mx`).
         dynamic: whether scales come from the numbers.
         symmetric: whether there are no zero points.
     """
@@ -39,6 +41,7 @@ class Rounding:
     group: int
     scale_kind: str
     largest_exponent: int
+    carry: int
     dynamic: bool
     symmetric: bool
 
@@ -55,7 +58,7 @@ class Rounding:
             kind, exponent, divisor = _FLOATS[element], element.max_exponent, element.max
         return cls(
             kind, element.min, element.max, divisor, key.granularity.columns, _SCALES[key.scale.element], exponent,
-            key.is_dynamic, key.symmetric,
+            1 << (22 - element.mantissa_bits) if ScaleRules().mx == "even" else 0, key.is_dynamic, key.symmetric,
         )  # fmt: skip
 
     @property

@@ -18,12 +18,15 @@ from fewbit.kernels.programs.device import chains
 from fewbit.spec.element import F32
 
 GROUPED_BLOCK = 1024
+_CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 
 def quantized(
     x: Tensor, rounding: Rounding, static: dict[str, Tensor], width: int, as_numbers: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes [M, width] of x [M, K] (zeros from K on), float32 scales, and float32 zero points [M] or [] or None.
+
+    E2M1 codes come in pairs, uint8 [M, width / 2], the first in the lower half.
 
     Scales are [M], [groups, M], or the given `input_scale` itself. As numbers, codes come in x's dtype with zero points
     taken away and scales of groups other than f32 multiplied in, which is exact in bf16.
@@ -37,8 +40,8 @@ def quantized(
         as_numbers: numbers of x's dtype instead of codes.
     """
     tokens, columns = x.shape
-    narrow = torch.int8 if rounding.kind == "integer" else torch.float8_e4m3fn
-    codes = x.new_empty(tokens, width, dtype=x.dtype if as_numbers else narrow)
+    in_pairs = rounding.kind == "e2m1" and not as_numbers
+    codes = x.new_empty(tokens, width // (1 + in_pairs), dtype=x.dtype if as_numbers else _CODES[rounding.kind])
     grouped = rounding.group > 0
     if grouped:
         scales = x.new_empty(-(-width // rounding.group), tokens, dtype=torch.float32)
@@ -53,7 +56,7 @@ def quantized(
     round_rows[(tokens, triton.cdiv(width, block))](
         x, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
-        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind, EXPONENT=rounding.largest_exponent,
+        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind, EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
         CHAINED=chained, num_warps=min(16, max(1, block // 512)), **constants,
     )  # fmt: skip
@@ -78,6 +81,18 @@ def nearest(numbers, KIND: tl.constexpr):
 
 
 @triton.jit
+def e2m1_pairs(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Bytes [ROWS, SIZE / 2] of E2M1 numbers [ROWS, SIZE]."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    # From one on, exponent and first bit of the mantissa, counted from one; below, halves.
+    magnitude = tl.where(
+        (bits & 0x7FFFFFFF) >= 0x3F800000, ((bits >> 22) & 511) - 252, (tl.abs(numbers) * 2).to(tl.int32)
+    )
+    first, second = tl.split(tl.reshape(((bits >> 28) & 8) | magnitude, (ROWS, SIZE // 2, 2)))
+    return (first | (second << 4)).to(tl.uint8)
+
+
+@triton.jit
 def float_scale(extreme, divisor, smallest):
     """The scale that brings the extreme to the divisor; one for zero."""
     scale = tl.maximum(tl.div_rn(extreme, divisor + tl.zeros_like(extreme)), tl.cast(smallest, tl.float32))
@@ -85,13 +100,15 @@ def float_scale(extreme, divisor, smallest):
 
 
 @triton.jit
-def group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr):
+def group_scales(
+    extreme, divisor, smallest, tensor_scale, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr
+):
     """Scales of groups as their element holds them, and times the scale of the tensor."""
     if SCALE_KIND == "f32":
         scale = float_scale(extreme, divisor, smallest)
         return scale, scale
     elif SCALE_KIND == "e8m0":
-        exponent = (extreme.to(tl.int32, bitcast=True) >> 23) - EXPONENT
+        exponent = ((extreme.to(tl.int32, bitcast=True) + CARRY) >> 23) - EXPONENT
         exponent = tl.where(extreme > 0, tl.minimum(tl.maximum(exponent, 0), 254), 127)
         # 2**(exponent - 127); the one below the smallest normal number is made as a subnormal.
         scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
@@ -107,7 +124,8 @@ def group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND: tl.conste
 @triton.jit
 def round_rows(
     x, codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, DYNAMIC: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr,
+    DYNAMIC: tl.constexpr,
     ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`BLOCK` numbers of one row."""
@@ -123,7 +141,7 @@ def round_rows(
     if GROUP > 0:
         groups = tl.program_id(1) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
         factor, scale = group_scales(
-            tl.max(tl.abs(numbers), axis=1), divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT
+            tl.max(tl.abs(numbers), axis=1), divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY
         )
         tl.store(scales + groups.to(tl.int64) * tokens + row, scale, mask=groups < tl.cdiv(width, GROUP))
     elif ZEROS and DYNAMIC:
@@ -149,4 +167,10 @@ def round_rows(
             rounded *= factor[:, None]
     else:
         rounded = tl.where(place < columns, rounded - OFFSET, 0.0)
-    tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+    if KIND == "e2m1" and not AS_NUMBERS:
+        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
+        half += tl.arange(0, SIZE // 2)[None, :]
+        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
+        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
+    else:
+        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
