@@ -51,6 +51,16 @@ Settings = Annotated[
 ]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Throw away what an earlier, stopped run has finished in OUTPUT.partial.")
+]
+KeepStatistics = Annotated[
+    Path | None,
+    typer.Option(
+        "--keep-statistics",
+        help="Folder for what calibration shows of the unquantized model; found there, no forward pass is needed.",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option("--device", help="auto, cpu, cuda; for explain and plan also a device's name, say sm90 or x86-avx2."),
