@@ -32,6 +32,7 @@ def quantize(
     calibration_text: options.CalibrationText = None,
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
+    embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
@@ -59,6 +60,7 @@ def quantize(
         calibration_text=calibration_text,
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
+        embeddings=embeddings,
         kv_cache=kv_cache,
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}

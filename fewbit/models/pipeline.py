@@ -34,7 +34,7 @@ from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import InputSeen, outcome_of
-from fewbit.models.plan import Plan, PlannedLayer
+from fewbit.models.plan import Plan, PlannedLayer, stated_config
 from fewbit.models.replace import tensor_slot
 from fewbit.models.statistics import BlockStatistics, StatisticsStore
 from fewbit.models.written import LayerWriter, WrittenLayer
@@ -369,8 +369,7 @@ class _Run:
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        keys = {name: layer.key for name, layer in self.layers.items()}
-        config = self.checkpoint.config(keys, self.plan.plain)
+        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:

@@ -19,11 +19,13 @@ from fewbit.models.pipeline import (
     plan_needs_calibration,
     quantize_checkpoint,
 )
-from fewbit.models.plan import Plan, make_plan
+from fewbit.models.plan import EMBEDDING, Plan, make_plan
 from fewbit.models.texts import read_text
 from fewbit.spec.granularity import CHANNEL, group
+from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
+from fewbit.spec.scheme import Rule
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class QuantizeOptions:
         scale_rules: see `ScaleRules`.
         calibration_text: UTF-8 file for calibration, None for the built-in prose.
         calibration_windows, calibration_length: how many windows of how many tokens are read from it.
+        embeddings: name of a preset for the input embedding, whose activations do not count; None to leave it plain.
         kv_cache: name of a key for the KV cache, `fp8` or `fp8_head`; None where it stays as it is.
     """
 
@@ -57,6 +60,7 @@ class QuantizeOptions:
     calibration_text: str | None = None
     calibration_windows: int = CALIBRATION_WINDOWS
     calibration_length: int = CALIBRATION_LENGTH
+    embeddings: str | None = None
     kv_cache: str | None = None
 
     def recipe(self) -> Recipe:
@@ -73,6 +77,9 @@ class QuantizeOptions:
             if self.group_size == 0 or self.group_size < -1:
                 raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")
             scheme = scheme.with_granularity(CHANNEL if self.group_size == -1 else group(self.group_size))
+        if self.embeddings is not None:
+            table = LinearKey(preset(self.embeddings).keys[0].weight)
+            scheme = replace(scheme, rules=(*scheme.rules, Rule((EMBEDDING,), table)))
         chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
         return Recipe(scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules)
 
