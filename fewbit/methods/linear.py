@@ -83,7 +83,8 @@ class LinearMethod(QuantizeMethodBase):
 
     def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
         """Chooses the kernel for a hub record, prepares it and keeps nothing else."""
-        request = LinearRequest.of(record, self.key, float_element(self.placement.dtype).name)
+        same_bits = self.placement.preference.batch_invariant
+        request = LinearRequest.of(record, self.key, float_element(self.placement.dtype).name, same_bits)
         choice = self.placement.choose(request)
         prepared = choice.kernel.prepare(record, request)
         device = self.placement.device
