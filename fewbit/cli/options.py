@@ -71,6 +71,13 @@ DisableKernel = Annotated[list[str] | None, typer.Option("--disable-kernel", hel
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse what would change numbers or contradicts the configuration.")
 ]
+JoinMembers = Annotated[
+    bool,
+    typer.Option(
+        "--join-members/--no-join-members",
+        help="Run quantized q, k and v, and gate and up, as one matrix each, and say what had to be restated for it.",
+    ),
+]
 Mix = Annotated[
     list[str] | None,
     typer.Option("--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1 by default."),

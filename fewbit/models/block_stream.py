@@ -157,7 +157,10 @@ class BlockStream:
 
     def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
-            replaced = {f"{layers[name].removeprefix(f'{path}.')}.weight": weight for name, weight in weights.items()}
+            dtype = self.states[index].dtype
+            replaced = {
+                f"{layers[name].removeprefix(f'{path}.')}.weight": weight.to(dtype) for name, weight in weights.items()
+            }
             arguments = self.arguments[path][index]
             return _state_of(torch.func.functional_call(block, replaced, (self.states[index],), arguments))
 
