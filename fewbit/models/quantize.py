@@ -10,13 +10,13 @@ from typing import Any
 from fewbit.algorithms.effort import algorithm_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
+from fewbit.models.block_loop import plan_needs_calibration
 from fewbit.models.calibration import Calibration, load_tokenizer, token_windows
 from fewbit.models.load import Progress
 from fewbit.models.pipeline import (
     CALIBRATION_LENGTH,
     CALIBRATION_WINDOWS,
     DEFAULT_SHARD_BYTES,
-    plan_needs_calibration,
     quantize_checkpoint,
 )
 from fewbit.models.plan import Plan, make_plan
