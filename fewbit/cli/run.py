@@ -23,9 +23,11 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     linear_backend: options.Backend = None,
+    backend: options.KeyBackends = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
     join_members: options.JoinMembers = False,
+    batch_invariant: options.BatchInvariant = False,
     json: options.Json = False,
 ) -> None:
     """Load MODEL, plain or quantized, and answer PROMPT greedily."""
@@ -35,7 +37,7 @@ def run(
     from fewbit.models.stored import StoredCheckpoint
     from fewbit.runtime.generate import generate
 
-    wanted = preference(linear_backend, disable_kernel, strict)
+    wanted = preference(linear_backend, disable_kernel, strict, None, backend, batch_invariant)
     place, numbers = torch_device(device), torch_dtype(dtype)
     with progress("Loading", StoredCheckpoint.open(model).folder.nbytes, quiet=json) as advance:
         loaded = load(

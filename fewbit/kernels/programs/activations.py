@@ -56,7 +56,8 @@ def quantized(
     round_rows[(tokens, triton.cdiv(width, block))](
         x, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
-        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind, EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
+        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
+        EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
         CHAINED=chained, num_warps=min(16, max(1, block // 512)), **constants,
     )  # fmt: skip
