@@ -22,6 +22,10 @@ def run(
     linear_backend: options.Backend = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
+    compiled_step: Annotated[
+        bool,
+        typer.Option("--compiled-step/--no-compiled-step", help="Decode by the compiled step where it runs the model."),
+    ] = True,
     json: options.Json = False,
 ) -> None:
     """Load MODEL, plain or quantized, and answer PROMPT greedily."""
@@ -42,7 +46,13 @@ def run(
         sys.stdout.flush()
 
     answer = generate(
-        loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, chat=chat, on_text=None if json else show
+        loaded,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        compiled_step=compiled_step,
+        on_text=None if json else show,
     )
     if json:
         print_json(vars(answer) | {"tokens_per_second": answer.tokens_per_second})
@@ -50,5 +60,5 @@ def run(
     print()
     errors.print(
         f"[dim]{answer.prompt_tokens} prompt tokens in {answer.prefill_seconds:.2f} s, "
-        f"{answer.tokens} new ones at {answer.tokens_per_second:.1f} a second[/]"
+        f"{answer.tokens} new ones at {answer.tokens_per_second:.1f} a second, by {answer.decoded_by}[/]"
     )
