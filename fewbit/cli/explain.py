@@ -46,8 +46,9 @@ def explain(
     )
     explained = [_explain(name, request, target, wanted) for request, name in requests.items()]
     lacking = _lacking(device)
+    decoded_by = _decoded_by(model, target, explained) if model else None
     if json:
-        print_json({"hardware": target.name, "missing": lacking, "layers": explained})
+        print_json({"hardware": target.name, "missing": lacking, "layers": explained, "decoded_by": decoded_by})
         return
     for reason in lacking.values():
         console.print(f"[yellow]Missing here:[/] {reason}")
@@ -67,6 +68,25 @@ def explain(
             console.print(f"Costs: {entry['cost_source']}, for rows {_text_of(wanted.mix)}.")
         if entry["note"]:
             console.print(f"[yellow]Note:[/] {entry['note']}")
+    if decoded_by:
+        console.print(f"New tokens are decoded by {decoded_by}")
+
+
+def _decoded_by(model: Path, target: Any, explained: list[dict[str, Any]]) -> str:
+    """What makes new tokens of the model on the device, as `Generated.decoded_by` says it."""
+    from fewbit.kernels.registry import linear_kernels
+    from fewbit.models.layers import model_of
+    from fewbit.models.stored import StoredCheckpoint
+    from fewbit.runtime.decode_step import obstacles
+    from fewbit.runtime.generate import COMPILED_STEP
+
+    if target.platform != "cpu":
+        return f"transformers: the compiled step runs on CPUs, not on {target.name}"
+    for entry in explained:
+        if not linear_kernels()[entry["kernel"]].in_compiled_step:
+            return f"transformers: {entry['layer']} runs on {entry['kernel']}, which the compiled step cannot call"
+    reason = next(obstacles(model_of(StoredCheckpoint.open(model))), None)
+    return COMPILED_STEP if reason is None else f"transformers: {reason}"
 
 
 def _lacking(device: str) -> dict[str, str]:

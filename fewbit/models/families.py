@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fewbit.errors import ModelError
 from fewbit.models.replace import submodule
+from fewbit.spec.module_names import members_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -26,17 +27,20 @@ class ModelFamily:
         blocks: path of the list of decoder blocks.
         joined: projections of a block, by their name below it, that servers run as one matrix; they read one input and
             must share what a joined matrix has once (a second-level scale).
+        gated: whether a block is x += o(attention(norm(x))), then x += down(act(gate(norm(x))) * up(norm(x))), with RMS
+            norms, rotary halves and the names of Llama, a bias or a norm on heads where its module has one.
     """
 
     blocks: str = "model.layers"
     joined: tuple[tuple[str, ...], ...] = (_QKV, _GATE_UP)
+    gated: bool = False
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(),
-    "mistral": ModelFamily(),
-    "qwen2": ModelFamily(),
-    "qwen3": ModelFamily(),
+    "llama": ModelFamily(gated=True),
+    "mistral": ModelFamily(gated=True),
+    "qwen2": ModelFamily(gated=True),
+    "qwen3": ModelFamily(gated=True),
     "gemma2": ModelFamily(),
     "gemma3_text": ModelFamily(),
     "phi3": ModelFamily(joined=()),  # its projections are joined on disk already
@@ -76,6 +80,32 @@ def joined_members(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
             members = tuple(f"{block}.{name}" for name in joined)
             groups |= dict.fromkeys(members, members)
     return groups
+
+
+def member_rows(config: PretrainedConfig, joined: str, rows: int) -> tuple[int, ...]:
+    """Output features of each member of a joined projection.
+
+    Args:
+        config: the model's.
+        joined: path of the projection in the model.
+        rows: its output features.
+
+    Raises:
+        ModelError: the configuration's heads do not make up the rows.
+    """
+    if len(members_of(joined)) == 2:
+        return rows // 2, rows - rows // 2
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    cached = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    found = (heads * size, cached * size, cached * size)
+    if sum(found) != rows:
+        raise ModelError(
+            f"{joined} has {rows} output features, {heads} and twice {cached} heads of {size} make {sum(found)}.",
+            "The checkpoint stores its members apart, and the configuration does not say where each begins.",
+        )
+    return found
 
 
 def _is_block_list(module: nn.Module) -> bool:

@@ -31,6 +31,9 @@ KERNELS = sorted(set(linear_kernels()) - set(not_built()))
 
 _INT8_TOKENS = PRESETS["W8A8"].rules[0].key.activation
 _INT8_TENSOR = QuantKey(integer(8), ScaleSpec(F32, TENSOR))
+_JOINED_NVFP4 = QuantKey.parse(
+    "e2m1:group16:e4m3/channel:f32"
+)  # members of a joined matrix that keep their own factors
 _FP8_TENSOR = QuantKey(E4M3, ScaleSpec(F32, TENSOR))
 _FP8_TOKENS = PRESETS["FP8_DYNAMIC"].rules[0].key.activation
 
@@ -62,6 +65,10 @@ KEYS: dict[str, LinearKey] = {
     ),
     "W4A8": LinearKey(weight_only("int4", group(32)).weight, _INT8_TOKENS),
     "W4A4 channel": LinearKey(weight_only("int4", CHANNEL).weight, replace(_INT8_TOKENS, element=ELEMENTS["int4"])),
+    **{
+        f"{name} joined": LinearKey(_JOINED_NVFP4, PRESETS[name].rules[0].key.activation)
+        for name in ("NVFP4", "NVFP4A16")
+    },
     "W8A8 asym": LinearKey(weight_only("int8", CHANNEL).weight, replace(_INT8_TOKENS, symmetric=False)),
     "W8A8 asym unsigned": LinearKey(
         weight_only("int8", CHANNEL).weight, replace(_INT8_TOKENS, element=ELEMENTS["uint8"], symmetric=False)
