@@ -43,19 +43,19 @@ def quantize(
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
-        scheme,
-        group_size,
-        tuple(ignore or ()),
-        format,
-        effort,
-        algorithm,
-        options.parse_settings(settings),
-        short_last_group,
-        rules,
-        calibration_text,
-        calibration_windows,
-        calibration_length,
-        kv_cache,
+        scheme=scheme,
+        group_size=group_size,
+        ignore=tuple(ignore or ()),
+        format=format,
+        effort=effort,
+        algorithm=algorithm,
+        settings=options.parse_settings(settings),
+        short_last_group=short_last_group,
+        scale_rules=rules,
+        calibration_text=calibration_text,
+        calibration_windows=calibration_windows,
+        calibration_length=calibration_length,
+        kv_cache=kv_cache,
     )
     shard_bytes = parse_size(max_shard_size)
     made = asked.plan(model)
