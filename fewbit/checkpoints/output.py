@@ -45,6 +45,7 @@ _QUANTIZATION_FILES = (
     "quantization_config.json",
     "fewbit_recipe.json",
     "quantization_report.json",
+    "quantization_report.html",
 )
 _MAX_NESTED_BYTES = 100_000_000
 """Files of sub-folders beyond this are data (other exports of the model), not company of the tokenizer."""

@@ -46,6 +46,9 @@ CalibrationWindows = Annotated[
     int, typer.Option("--calibration-windows", min=1, help="Windows of tokens that calibration reads.")
 ]
 CalibrationLength = Annotated[int, typer.Option("--calibration-length", min=2, help="Tokens in each window.")]
+EvaluationText = Annotated[Path | None, typer.Option("--text", help="Text to score; built-in prose by default.")]
+EvaluationWindows = Annotated[int, typer.Option("--windows", min=1, help="How many windows to score.")]
+EvaluationWindowLength = Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
 ]

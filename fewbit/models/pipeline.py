@@ -34,14 +34,14 @@ from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import InputSeen, LayerOutcome, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
 from fewbit.models.replace import tensor_slot
+from fewbit.models.report_facts import RECIPE_FILE
+from fewbit.models.report_files import write_report
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
 from fewbit.packing.registry import dequantize_record, unpack_record
 from fewbit.spec.recipe import Recipe
 
-RECIPE_FILE = "fewbit_recipe.json"
-REPORT_FILE = "quantization_report.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
@@ -78,7 +78,7 @@ def quantize_checkpoint(
         device: where blocks run and codes are chosen.
 
     Returns:
-        The report, which is also written to `quantization_report.json`.
+        The report, which is also written to `quantization_report.json` and as a page; see `write_report`.
 
     Raises:
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
@@ -100,7 +100,7 @@ def quantize_checkpoint(
         _write_config(source, staging, run.config(), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = run.report(recipe, writer.nbytes, time.monotonic() - started)
-        (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+        write_report(staging, report)
     return report
 
 
@@ -319,6 +319,7 @@ class _Run:
             "layers": [vars(outcome) for outcome in self.outcomes],
             "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
+            "cautions": list(self.plan.cautions),
         }
 
     def _has_place(self, name: str) -> bool:
