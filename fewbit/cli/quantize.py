@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fewbit.cli import options
-from fewbit.cli.output import console, print_json, progress, quiet_libraries, size
+from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
 
 
 def quantize(
@@ -30,6 +30,10 @@ def quantize(
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
     kv_cache: options.KvCache = None,
+    bits_per_weight: options.BitsPerWeight = None,
+    fit: options.Fit = None,
+    context: options.Context = 0,
+    candidate: options.Candidates = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     json: options.Json = False,
@@ -37,8 +41,7 @@ def quantize(
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.pipeline import quantize_checkpoint
-    from fewbit.models.quantize import QuantizeOptions, calibration_for
+    from fewbit.models.quantize import QuantizeOptions
     from fewbit.spec.recipe import ScaleRules
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
@@ -56,14 +59,12 @@ def quantize(
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
         kv_cache=kv_cache,
+        bits_per_weight=bits_per_weight,
+        fit=fit,
+        context=context,
+        candidates=tuple(candidate or ()),
     )
-    shard_bytes = parse_size(max_shard_size)
-    made = asked.plan(model)
-    calibration = calibration_for(model, made, asked)
-    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
-        report = quantize_checkpoint(
-            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
-        )
+    made, report = _run(model, output, asked, parse_size(max_shard_size), device, quiet=json)
     if json:
         print_json(report | {"output": str(output)})
         return
@@ -71,6 +72,38 @@ def quantize(
     for caution in made.cautions:
         console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")
+
+
+def _run(
+    model: Path, output: Path, asked: Any, shard_bytes: int, device: str, quiet: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The plan and the report, with progress on the screen."""
+    from fewbit.models.pipeline import quantize_checkpoint
+    from fewbit.models.quantize import prepare
+
+    if asked.budget() is None:
+        made, calibration = prepare(model, asked, device)
+    else:
+        with progress("Measuring sensitivity", 1, quiet) as advance:
+            made, calibration = prepare(model, asked, device, advance)
+        if not quiet:
+            print_budget(made.budget)
+    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
+        report = quantize_checkpoint(
+            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
+        )
+    return made, report
+
+
+def print_budget(budget: dict[str, Any]) -> None:
+    """The frontier that a bit budget saw, and what it chose."""
+    rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
+    console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))
+    chosen = ", ".join(f"{key} {share:.1%}" for key, share in budget["keys"].items())
+    console.print(
+        f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "
+        f"{budget['predicted_kl']:.5f} nats; {chosen}."
+    )
 
 
 def _print_outcome(report: dict[str, Any]) -> None:
@@ -82,7 +115,8 @@ def _print_outcome(report: dict[str, Any]) -> None:
         quality = f"Mean SQNR {mean:.1f} dB, lowest {worst['sqnr_db']:.1f} dB in {worst['name']}."
     console.print(
         f"{len(report['layers'])} layers quantized by {report['algorithm']} to "
-        f"{report['bits_per_weight']:.3f} bits per weight in {report['seconds']:.1f} s: "
+        f"{report['bits_per_weight']:.3f} bits per weight ({report['whole_bits_per_weight']:.3f} over the whole model) "
+        f"in {report['seconds']:.1f} s: "
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )

@@ -300,7 +300,8 @@ class _Run:
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
-        record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
+        used = plan_needs_calibration(self.plan) or self.plan.budget is not None
+        record = self.calibration.record() if self.calibration and used else None
         return Recipe(**{**vars(self.plan.recipe), "calibration": record})
 
     def report(self, recipe: Recipe, written: int, seconds: float) -> dict[str, Any]:
@@ -313,6 +314,7 @@ class _Run:
             "bytes_before": self.plan.bytes_before,
             "bytes_after": written,
             "bits_per_weight": self.plan.bits_per_weight,
+            "whole_bits_per_weight": self.plan.whole_bits_per_weight,
             "seconds": round(seconds, 3),
             "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
             "tie_word_embeddings": "untied: the head is quantized apart" if self.plan.unties else "as in the source",
@@ -320,6 +322,7 @@ class _Run:
             "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
             "cautions": list(self.plan.cautions),
+            "budget": self.plan.budget,
         }
 
     def _has_place(self, name: str) -> bool:
