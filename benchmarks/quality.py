@@ -1,4 +1,4 @@
-"""Quality of every preset, and of bit budgets, on a real model and real text: perplexity, KL divergence, top-1 agreement, time to quantize.
+"""Quality of every preset and of bit budgets on a real model and real text: perplexity, KL, top-1 agreement, time.
 
     python benchmarks/quality.py --model fewbit-demo/SmolLM2-135M-Instruct-bf16 --text wikitext-2/test.txt
 
@@ -123,7 +123,8 @@ def measure(bench: Bench, row: Row) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder.parent)
     return {
-        "row": row.label, "budget": report["budget"], "bits_per_weight": report["bits_per_weight"], "quantize_seconds": round(seconds, 1),
+        "row": row.label, "bits_per_weight": report["bits_per_weight"], "budget": report["budget"],
+        "quantize_seconds": round(seconds, 1),
         "perplexity": scored.perplexity, "mean_kl": scored.mean_kl, "top1_agreement": scored.top1_agreement,
         "reference_perplexity": scored.reference_perplexity,
     }  # fmt: skip

@@ -87,6 +87,11 @@ class LayerChoices:
     choices: list[list[Choice]]
     weights: int
 
+    @property
+    def other_bits(self) -> int:
+        """Bits of all tensors of no group."""
+        return 8 * self.plan.bytes_before - self.weights * Element.parse(self.plan.dtype).bits
+
     def scheme(self, name: str, picked: Sequence[int], ignore: tuple[str, ...]) -> Scheme:
         """The scheme that gives every group the key picked for it."""
         by_key: dict[LinearKey | None, list[str]] = {}
@@ -134,49 +139,40 @@ def plan_within(
         OutputError: the format holds one key for the whole model.
         FewbitError: see `make_plan`.
     """
-    keys = held_together(written_format(recipe.format), recipe, budget.candidates)
+    keys = held_together(written_format(recipe.format), budget.candidates)
+    if len(keys) < 2:
+        raise OutputError(
+            f"{recipe.format} holds one key for the whole model, and a bit budget gives layers different ones.",
+            "Write compressed-tensors.",
+        )
     base = base_plan(source, recipe, keys, short_last_group)
-    caches = [recipe.scheme.kv_cache] if recipe.scheme.kv_cache else []
-    caches = caches or (_cache_candidates(recipe) if budget.fit is not None else [])
+    wanted = {one.name: fitting(one, keys, base, short_last_group) for one in base.quantized if one.block}
+    caches = _cache_choices(source, base, budget)
+    _require_reachable(budget, layer_choices(source, base, _nothing_known(wanted)), caches)
     blocks = {layer.block for layer in base.quantized if layer.block}
     sensitivity = measure_sensitivity(
         source,
         base.recipe,
         base.quantized,
-        lambda layer: fitting(layer, keys, base, short_last_group),
+        wanted,
         windows[:SENSITIVITY_WINDOWS],
-        cache_keys=caches,
+        cache_keys=[key for key in caches if key is not None],
         device=device,
         on_block=lambda: (progress or (lambda _: None))(1 / len(blocks)),
     )
     choices = layer_choices(source, base, sensitivity)
-    config = read_config(source)
-    plain_cache = Element.parse(base.dtype).bits
-    cache_bits = {key: cache_numbers(config) * budget.context * (key.element.bits if key else plain_cache)
-                  for key in ([None, *caches] if recipe.scheme.kv_cache is None else caches)}  # fmt: skip
-    groups = choices.choices
-    if budget.fit is not None:
-        groups = [*groups, [Choice(bits, sensitivity.cache.get(key, 0.0)) for key, bits in cache_bits.items()]]
-    frontier = Frontier(groups)
-    picked = frontier.within(_allowed(budget, base, choices.weights))
-    if picked is None:
-        raise _out_of_reach(budget, frontier, choices)
-    cache = recipe.scheme.kv_cache
-    if budget.fit is not None:
-        cache = list(cache_bits)[picked.pop()]
-    scheme = replace(choices.scheme(budget.name, picked, recipe.scheme.ignore), kv_cache=cache)
+    cache_choices = [Choice(bits, sensitivity.cache.get(key, 0.0)) for key, bits in caches.items()]  # type: ignore[arg-type]
+    frontier = Frontier([*choices.choices, cache_choices])
+    picked = frontier.within(_allowed(budget, choices))
+    assert picked is not None  # it was seen to be in reach
+    *picked, cache = picked
+    scheme = replace(choices.scheme(budget.name, picked, recipe.scheme.ignore), kv_cache=list(caches)[cache])
     made = make_plan(source, replace(recipe, scheme=scheme), short_last_group)
-    return replace(_with_reasons(made), budget=_record(budget, frontier, choices, picked))
+    return replace(with_reasons(made), budget=_record(budget, frontier, choices, picked))
 
 
-def held_together(
-    checkpoint: CheckpointFormat, recipe: Recipe, candidates: Sequence[LinearKey]
-) -> tuple[LinearKey, ...]:
-    """The candidates that one checkpoint of the format can hold side by side; the first ones decide.
-
-    Raises:
-        OutputError: these are fewer than two.
-    """
+def held_together(checkpoint: CheckpointFormat, candidates: Sequence[LinearKey]) -> tuple[LinearKey, ...]:
+    """The candidates that one checkpoint of the format can hold side by side; the first ones decide."""
     kept: dict[str, LinearKey] = {}
     for key in candidates:
         # A shape that every group and block divides: whether a real one fits is asked of each layer.
@@ -188,11 +184,6 @@ def held_together(
         except OutputError:
             continue
         kept = together
-    if len(kept) < 2:
-        raise OutputError(
-            f"{recipe.format} holds one key for the whole model, and a bit budget gives layers different ones.",
-            "Write compressed-tensors.",
-        )
     return tuple(kept.values())
 
 
@@ -257,42 +248,62 @@ def cache_numbers(config: PretrainedConfig) -> int:
     return int(2 * text.num_hidden_layers * heads * size)
 
 
-def _cache_candidates(recipe: Recipe) -> list[QuantKey]:
+def _cache_choices(source: Path, base: Plan, budget: Budget) -> dict[QuantKey | None, int]:
+    """What the KV cache may be, and the bits it then has. Only a budget of bytes chooses, where the user did not."""
+    asked = base.recipe.scheme.kv_cache
+    if budget.fit is None:
+        return {asked: 0}
+    numbers = cache_numbers(read_config(source)) * budget.context
+    found: dict[QuantKey | None, int] = {None: numbers * Element.parse(base.dtype).bits}
+    if asked is not None:
+        return {asked: numbers * asked.element.bits}
+    narrow = KV_CACHES["FP8"]
     try:
-        written_format(recipe.format).with_kv_cache({}, KV_CACHES["FP8"])
+        written_format(base.recipe.format).with_kv_cache({}, narrow)
     except OutputError:
-        return []
-    return [KV_CACHES["FP8"]]
+        return found
+    return {**found, narrow: numbers * narrow.element.bits}
+
+
+def _nothing_known(wanted: Mapping[str, Sequence[LinearKey]]) -> Sensitivity:
+    return Sensitivity({name: dict.fromkeys(keys, 0.0) for name, keys in wanted.items()})
 
 
 def _bits(layer: PlannedLayer, key: LinearKey) -> int:
     return int(key.weight.bits_per_weight(layer.shape) * prod(layer.shape))
 
 
-def _allowed(budget: Budget, base: Plan, weights: int) -> int:
+def _allowed(budget: Budget, choices: LayerChoices) -> int:
     """Bits that the layers of all groups, and for `fit` the KV cache, may take."""
     if budget.fit is None:
         assert budget.bits_per_weight is not None
-        return int(budget.bits_per_weight * weights)
-    return 8 * (budget.fit - base.bytes_before) + weights * Element.parse(base.dtype).bits
+        return int(budget.bits_per_weight * choices.weights)
+    return 8 * budget.fit - choices.other_bits
 
 
-def _out_of_reach(budget: Budget, frontier: Frontier, choices: LayerChoices) -> SchemeError:
+def _require_reachable(budget: Budget, choices: LayerChoices, caches: Mapping[QuantKey | None, int]) -> None:
+    """Refuses, before anything is measured, what no choice can meet and what needs none."""
+    allowed = _allowed(budget, choices)
+    least = sum(min(one.bits for one in group) for group in choices.choices) + min(caches.values())
+    most = sum(group[-1].bits for group in choices.choices) + max(caches.values())
+    if most <= allowed:
+        raise SchemeError("The model fits as it is, with nothing quantized.", "Allow less, or use the model itself.")
+    if least <= allowed:
+        return
     if budget.fit is None:
-        least = frontier.least / choices.weights
-        return SchemeError(
-            f"{budget.bits_per_weight:g} bits per weight cannot be reached: the narrowest candidates need {least:.3f}.",
+        raise SchemeError(
+            f"{budget.bits_per_weight:g} bits per weight cannot be reached: the narrowest candidates need "
+            f"{least / choices.weights:.3f}.",
             "Allow more, or add narrower candidates.",
         )
-    plain = choices.plan.bytes_before - choices.weights * Element.parse(choices.plan.dtype).bits // 8
-    return SchemeError(
+    raise SchemeError(
         f"{budget.fit:,} bytes cannot hold this model and {budget.context:,} tokens of KV cache: the narrowest choices "
-        f"need {plain + frontier.least // 8:,}.",
+        f"need {(choices.other_bits + least) // 8:,}.",
         "Allow more bytes, or a shorter context.",
     )
 
 
-def _with_reasons(plan: Plan) -> Plan:
+def with_reasons(plan: Plan) -> Plan:
     """The plan with what the budget left plain told from what the user excluded."""
     named = {name for rule in plan.recipe.scheme.rules if rule.key is None for name in rule.targets}
     layers = (replace(one, reason=PLAIN_REASON) if one.key is None and one.name in named else one

@@ -96,13 +96,22 @@ class QuantizeOptions:
             return None
         if self.group_size is not None:
             raise SchemeError("A bit budget chooses groups itself.", "Leave the group size out, or name candidates.")
-        chosen = tuple(LinearKey.parse(text) for text in self.candidates) or BUDGET_KEYS
+        chosen = tuple(_candidate(text) for text in self.candidates) or BUDGET_KEYS
         fit = None if self.fit is None else parse_size(self.fit)
         return Budget(self.bits_per_weight, fit, self.context, chosen)
 
     def plan(self, source: str | Path) -> Plan:
         """The plan for a model folder; see `make_plan` for the errors."""
         return make_plan(source, self.recipe(), self.short_last_group)
+
+
+def _candidate(text: str) -> LinearKey:
+    try:
+        return LinearKey.parse(text)
+    except SchemeError as error:
+        raise SchemeError(
+            f"Cannot read the candidate {text!r}: {error.message}", "Write int4:group64:bf16, say."
+        ) from error
 
 
 def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions) -> Calibration | None:

@@ -51,7 +51,7 @@ def measure_sensitivity(
     source: str | Path,
     recipe: Recipe,
     layers: Iterable[PlannedLayer],
-    candidates: Callable[[PlannedLayer], Sequence[LinearKey]],
+    candidates: Mapping[str, Sequence[LinearKey]],
     windows: Tensor,
     *,
     cache_keys: Sequence[QuantKey] = (),
@@ -64,7 +64,7 @@ def measure_sensitivity(
         source: folder of the unquantized model.
         recipe: its algorithm says how codes would be chosen.
         layers: of the blocks; one outside them gets no figures.
-        candidates: the keys that a layer might get.
+        candidates: layer name -> the keys that it might get.
         windows: int64 [count, length].
         cache_keys: keys that the KV cache might get.
         device: where blocks run.
@@ -85,7 +85,7 @@ def measure_sensitivity(
         mine = {layer.name: layer for layer in by_block.get(path, ())}
         seen = stream.back(path, {name: partial.destinations.module(name) for name in mine})
         weights = {name: partial.folder.load(f"{name}.weight").to(place) for name in mine}
-        wanted = {name: candidates(layer) for name, layer in mine.items()}
+        wanted = {name: candidates[name] for name in mine}
         for name, keys in wanted.items():  # nothing is lost where no token comes by
             found.layers[name] = dict.fromkeys(keys, 0.0)
         for name, key, error in _errors(recipe, weights, wanted, seen):
