@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewbit.cli import options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
+
+if TYPE_CHECKING:
+    from fewbit.models.plan import Plan
+    from fewbit.models.quantize import QuantizeOptions
 
 
 def quantize(
@@ -36,6 +41,8 @@ def quantize(
     candidate: options.Candidates = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
+    restart: options.Restart = False,
+    keep_statistics: options.KeepStatistics = None,
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
@@ -64,7 +71,13 @@ def quantize(
         context=context,
         candidates=tuple(candidate or ()),
     )
-    made, report = _run(model, output, asked, parse_size(max_shard_size), device, quiet=json)
+    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
+    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
+
+
+def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:
+    """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
+    made, report = _run(model, output, asked, json, **how)
     if json:
         print_json(report | {"output": str(output)})
         return
@@ -74,28 +87,24 @@ def quantize(
     console.print(f"Next: fewbit verify {output} --against {model}")
 
 
-def _run(
-    model: Path, output: Path, asked: Any, shard_bytes: int, device: str, quiet: bool
-) -> tuple[Any, dict[str, Any]]:
+def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> tuple[Plan, dict[str, Any]]:
     """The plan and the report, with progress on the screen."""
     from fewbit.models.pipeline import quantize_checkpoint
     from fewbit.models.quantize import prepare
 
     if asked.budget() is None:
-        made, calibration = prepare(model, asked, device)
+        made, calibration = prepare(model, asked, how["device"])
     else:
         with progress("Measuring sensitivity", 1, quiet) as advance:
-            made, calibration = prepare(model, asked, device, advance)
+            made, calibration = prepare(model, asked, how["device"], advance)
         if not quiet:
-            print_budget(made.budget)
+            print_budget(made.budget or {})
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
-        report = quantize_checkpoint(
-            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
-        )
+        report = quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
     return made, report
 
 
-def print_budget(budget: dict[str, Any]) -> None:
+def print_budget(budget: Mapping[str, Any]) -> None:
     """The frontier that a bit budget saw, and what it chose."""
     rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
     console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))

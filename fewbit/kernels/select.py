@@ -65,7 +65,15 @@ class Choice:
     @property
     def note(self) -> str:
         """One sentence where the choice changes numbers or is slow on purpose, else an empty text."""
-        return _NOTES[self.numerics]
+        note = _NOTES[self.numerics]
+        emulating = next(
+            (one for one in self.verdicts if one.refusal is None and one.numerics is Numerics.EMULATES), None
+        )
+        if self.numerics is Numerics.DROPS_ACTIVATION and emulating is not None:
+            note += (
+                f"; strict, or asking for {emulating.kernel.backend}, runs {emulating.kernel.name}, which emulates them"
+            )
+        return note
 
 
 _NOTES = {
