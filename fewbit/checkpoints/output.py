@@ -241,6 +241,7 @@ def _temporary(number: int) -> str:
 
 
 def require_free(out: Path) -> None:
+    """Raises OutputError where something of that name exists."""
     """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")

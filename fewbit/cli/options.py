@@ -58,6 +58,10 @@ Candidates = Annotated[
     list[str] | None,
     typer.Option("--candidate", help="What a bit budget may choose, say int4:group64:bf16; may be repeated."),
 ]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max-kl", help="Mean KL on held-out text that must hold, 0.02 say; worst layers get more bits."),
+]
 EvaluationText = Annotated[Path | None, typer.Option("--text", help="Text to score; built-in prose by default.")]
 EvaluationWindows = Annotated[int, typer.Option("--windows", min=1, help="How many windows to score.")]
 EvaluationWindowLength = Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")]

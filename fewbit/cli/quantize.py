@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ from fewbit.cli import options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
 
 if TYPE_CHECKING:
-    from fewbit.models.plan import Plan
     from fewbit.models.quantize import QuantizeOptions
 
 
@@ -39,6 +39,7 @@ def quantize(
     fit: options.Fit = None,
     context: options.Context = 0,
     candidate: options.Candidates = None,
+    max_kl: options.MaxKl = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
@@ -72,23 +73,25 @@ def quantize(
         candidates=tuple(candidate or ()),
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    _carry_out(model, output, asked, max_kl, json, max_shard_bytes=parse_size(max_shard_size), **how)
 
 
-def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:
+def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
-    made, report = _run(model, output, asked, json, **how)
+    report = (
+        _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
+    )
     if json:
         print_json(report | {"output": str(output)})
         return
     _print_outcome(report)
-    for caution in made.cautions:
+    for caution in report["cautions"]:
         console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")
 
 
-def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> tuple[Plan, dict[str, Any]]:
-    """The plan and the report, with progress on the screen."""
+def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> dict[str, Any]:
+    """The report, with progress on the screen."""
     from fewbit.models.pipeline import quantize_checkpoint
     from fewbit.models.quantize import prepare
 
@@ -100,8 +103,22 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
         if not quiet:
             print_budget(made.budget or {})
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
-        report = quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
-    return made, report
+        return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
+
+
+def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, quiet: bool, **how: Any) -> dict[str, Any]:
+    """The report of a run that had to stay within a divergence."""
+    from fewbit.evaluation.gate import quantize_within
+
+    def stage(label: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
+        return progress(label, total, quiet)
+
+    report = quantize_within(model, output, max_kl, asked, stage=stage, **how)
+    if not quiet:
+        reached = report["gate"]["rounds"]
+        steps = ", ".join(f"{one['mean_kl']:.4f} at {one['bits_per_weight']:.3f} bits" for one in reached)
+        console.print(f"Mean KL on {report['quality']['text']}: {steps}.")
+    return report
 
 
 def print_budget(budget: Mapping[str, Any]) -> None:

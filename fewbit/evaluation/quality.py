@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fewbit.evaluation.divergence import divergence
 from fewbit.models.calibration import load_tokenizer, token_windows
@@ -39,6 +40,20 @@ def measure_quality(
     tokenizer = load_tokenizer(source)
     content, name = read_text(text, tokenizer)
     ids = token_windows(tokenizer, content, window_length, windows)
+    return score(quantized, source, ids, name, device=device, on_window=on_window)
+
+
+def score(
+    quantized: str | Path,
+    source: str | Path,
+    windows: Tensor,
+    text: str,
+    *,
+    device: str = "cpu",
+    on_window: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """`measure_quality` on windows of tokens, int64 [count, length], of a text of that name."""
     loaded, reference = (load(folder, device=device, dtype=torch.float32) for folder in (quantized, source))
-    found = divergence(loaded, reference, ids, on_window)
-    return {**vars(found), "text": name, "windows": len(ids), "window_length": window_length, "dtype": "float32"}
+    found = divergence(loaded, reference, windows, on_window)
+    count, length = windows.shape
+    return {**vars(found), "text": text, "windows": count, "window_length": length, "dtype": "float32"}

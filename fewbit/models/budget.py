@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -149,7 +149,6 @@ def plan_within(
     wanted = {one.name: fitting(one, keys, base, short_last_group) for one in base.quantized if one.block}
     caches = _cache_choices(source, base, budget)
     _require_reachable(budget, layer_choices(source, base, _nothing_known(wanted)), caches)
-    blocks = {layer.block for layer in base.quantized if layer.block}
     sensitivity = measure_sensitivity(
         source,
         base.recipe,
@@ -158,7 +157,7 @@ def plan_within(
         windows[:SENSITIVITY_WINDOWS],
         cache_keys=[key for key in caches if key is not None],
         device=device,
-        on_block=lambda: (progress or (lambda _: None))(1 / len(blocks)),
+        on_block=_share(base, progress),
     )
     choices = layer_choices(source, base, sensitivity)
     cache_choices = [Choice(bits, sensitivity.cache.get(key, 0.0)) for key, bits in caches.items()]  # type: ignore[arg-type]
@@ -169,6 +168,51 @@ def plan_within(
     scheme = replace(choices.scheme(budget.name, picked, recipe.scheme.ignore), kv_cache=list(caches)[cache])
     made = make_plan(source, replace(recipe, scheme=scheme), short_last_group)
     return replace(with_reasons(made), budget=_record(budget, frontier, choices, picked))
+
+
+def promotion_choices(
+    source: Path,
+    plan: Plan,
+    windows: Tensor,
+    *,
+    short_last_group: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> LayerChoices:
+    """What each layer of a plan may become so that less is lost: its own key, wider ones, or as it was.
+
+    Args:
+        source: folder of the unquantized model.
+        plan: whose layers are to be promoted.
+        windows, short_last_group, device, progress: see `plan_within`.
+    """
+    keys = held_together(written_format(plan.recipe.format), [*plan.recipe.scheme.keys, *BUDGET_KEYS])
+    wanted = {}
+    for layer in plan.quantized:
+        if layer.block and layer.key is not None:
+            wider = (
+                key
+                for key in fitting(layer, keys, plan, short_last_group)
+                if _bits(layer, key) > _bits(layer, layer.key)
+            )
+            wanted[layer.name] = tuple(dict.fromkeys([layer.key, *wider]))
+    sensitivity = measure_sensitivity(
+        source,
+        plan.recipe,
+        plan.quantized,
+        wanted,
+        windows[:SENSITIVITY_WINDOWS],
+        device=device,
+        on_block=_share(plan, progress),
+    )
+    return layer_choices(source, plan, sensitivity)
+
+
+def promoted(source: Path, choices: LayerChoices, picked: Sequence[int], name: str, short_last_group: bool) -> Plan:
+    """The plan in which every group has the key picked for it, under a scheme of that name."""
+    recipe = choices.plan.recipe
+    scheme = choices.scheme(name, picked, recipe.scheme.ignore)
+    return with_reasons(make_plan(source, replace(recipe, scheme=scheme), short_last_group))
 
 
 def held_together(checkpoint: CheckpointFormat, candidates: Sequence[LinearKey]) -> tuple[LinearKey, ...]:
@@ -263,6 +307,12 @@ def _cache_choices(source: Path, base: Plan, budget: Budget) -> dict[QuantKey | 
     except OutputError:
         return found
     return {**found, narrow: numbers * narrow.element.bits}
+
+
+def _share(plan: Plan, progress: Progress | None) -> Callable[[], None]:
+    """Tells `progress` that one more block is done."""
+    blocks = {layer.block for layer in plan.quantized if layer.block}
+    return lambda: progress(1 / len(blocks)) if progress else None
 
 
 def _nothing_known(wanted: Mapping[str, Sequence[LinearKey]]) -> Sensitivity:
