@@ -14,10 +14,12 @@ from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.block_loop import Run, plan_needs_calibration
 from fewbit.models.calibration import Calibration
-from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
+from fewbit.models.export import report_of, write_config, write_output
 from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.load import Progress
 from fewbit.models.plan import Plan
+from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
+from fewbit.models.report_files import write_report
 from fewbit.models.statistics import StatisticsStore
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -53,7 +55,7 @@ def quantize_checkpoint(
             layers are then quantized by these, and no hidden states are carried through quantized layers.
 
     Returns:
-        The report, which is also written to `quantization_report.json`, and the seconds that this call took.
+        The report, which is also written to the folder (see `write_report`), and the seconds that this call took.
 
     Raises:
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
@@ -80,7 +82,7 @@ def quantize_checkpoint(
             write_config(source, staging, run.config(), plan.unties)
             (staging / RECIPE_FILE).write_text(recipe.to_json())
             report = report_of(plan, recipe, outcomes, run.kept(), written)
-            (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+            write_report(staging, report)
     return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
