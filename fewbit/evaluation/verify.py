@@ -15,9 +15,9 @@ from fewbit.errors import FewbitError
 from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
 from fewbit.models.calibration import load_tokenizer, token_windows
-from fewbit.models.export import REPORT_FILE
 from fewbit.models.load import load
 from fewbit.models.outcome import sqnr_db, weight_hash
+from fewbit.models.report_facts import REPORT_FILE
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.models.texts import builtin_text
 from fewbit.numerics import decode
