@@ -49,6 +49,14 @@ CalibrationLength = Annotated[int, typer.Option("--calibration-length", min=2, h
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
 ]
+Transforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transform",
+        help="Change the weights first so that they lose less: awq, smoothquant or rotation, "
+        "or NAME:SETTING=VALUE,...; may be repeated.",
+    ),
+]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
 Device = Annotated[

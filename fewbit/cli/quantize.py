@@ -30,6 +30,7 @@ def quantize(
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
     kv_cache: options.KvCache = None,
+    transform: options.Transforms = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     json: options.Json = False,
@@ -56,6 +57,7 @@ def quantize(
         calibration_windows,
         calibration_length,
         kv_cache,
+        tuple(transform or ()),
     )
     shard_bytes = parse_size(max_shard_size)
     made = asked.plan(model)

@@ -34,6 +34,8 @@ from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import InputSeen, LayerOutcome, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
 from fewbit.models.replace import tensor_slot
+from fewbit.models.transforms.registry import of_recipe
+from fewbit.models.transforms.transformed import Transformations
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
@@ -49,8 +51,10 @@ CALIBRATION_LENGTH = 512
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
-    """Whether the plan's algorithm or keys need activations."""
+    """Whether the plan's algorithm, transformations or keys need activations."""
     if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
+        return True
+    if any(one.needs_statistics for one in of_recipe(plan.recipe.transforms)):
         return True
     keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
     return any(needs_calibration(key) for key in keys)
@@ -111,12 +115,13 @@ class _Run:
         self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
     ) -> None:
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
-        self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
         self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
+        self.transforms = Transformations(plan.recipe, self.keys(), TensorFolder(source), config, device)
+        self.folder = self.transforms.weights
         # Few CPUs multiply 16-bit floats as fast as float32.
         self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
         self.partial = PartialModel(self.model, self.folder, device)
@@ -163,6 +168,7 @@ class _Run:
             name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
         }
         results: dict[str, LayerResult] = {}
+        self.transforms.enter(stream, block)
         self.seen = seen = {}
         stream.watch = self.watch = CacheWatch()
 
@@ -206,7 +212,7 @@ class _Run:
         module = name.removesuffix(".weight")
         layer = self.layers.get(module)
         if layer is None or name != f"{module}.weight":
-            yield name, self.folder.load(name)
+            yield name, self.folder.plain(name)
             return
         result = results[module] if module in results else self._quantize([module], None)[module]
         assert layer.key is not None
@@ -315,7 +321,10 @@ class _Run:
             "bits_per_weight": self.plan.bits_per_weight,
             "seconds": round(seconds, 3),
             "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
-            "tie_word_embeddings": "untied: the head is quantized apart" if self.plan.unties else "as in the source",
+            "tie_word_embeddings": "untied: the head has a weight of its own"
+            if self.plan.unties
+            else "as in the source",
+            "transforms": self.transforms.entries,
             "layers": [vars(outcome) for outcome in self.outcomes],
             "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
             "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},

@@ -30,6 +30,7 @@ RECIPES = st.builds(
     RULES,
     st.none() | SETTINGS,
     st.text(max_size=8),
+    st.lists(st.fixed_dictionaries({"name": st.text(max_size=8), "settings": SETTINGS}), max_size=2).map(tuple),
 )
 
 
