@@ -57,6 +57,10 @@ Transforms = Annotated[
         "or NAME:SETTING=VALUE,...; may be repeated.",
     ),
 ]
+Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+Algorithm = Annotated[
+    str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
+]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
 Device = Annotated[

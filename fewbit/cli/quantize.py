@@ -18,10 +18,8 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
-    ] = None,
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -69,10 +67,23 @@ def quantize(
     if json:
         print_json(report | {"output": str(output)})
         return
+    _print_transforms(report["transforms"])
     _print_outcome(report)
     for caution in made.cautions:
         console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")
+
+
+def _print_transforms(entries: list[dict[str, Any]]) -> None:
+    for name in dict.fromkeys(entry["transform"] for entry in entries):
+        own = [entry for entry in entries if entry["transform"] == name]
+        scaled = [entry for entry in own if "loss_before" in entry and entry["choice"] != "none"]
+        tried = sum("choice" in entry and "block" in entry for entry in own)
+        if tried:
+            console.print(f"{name}: {len(scaled)} of {tried} mappings scaled.")
+        for entry in own:
+            if "block" not in entry:
+                console.print(f"{name}: {entry['what']} rotated ({entry['choice']}).")
 
 
 def _print_outcome(report: dict[str, Any]) -> None:
