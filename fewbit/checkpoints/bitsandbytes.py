@@ -265,7 +265,8 @@ def _read_int8(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], shape
 
 
 def _write_int8(record: QuantizedTensor) -> dict[str, Tensor]:
-    if record["global_scale"].item() != _INT8_FACTOR:
+    # A format that stores the factor as float32 has rounded it once.
+    if abs(record["global_scale"].item() - _INT8_FACTOR) > 2.0**-24 * _INT8_FACTOR:
         raise OutputError(
             f"bitsandbytes stores row maxima, 127 times a scale; the record's common factor is "
             f"{record['global_scale'].item()}, needed 1/127.",

@@ -114,6 +114,15 @@ class TensorFolder(CheckpointFiles):
             raise CheckpointError(f"{file} ends within {name}: it was changed while being read.", "Start again.")
         return data.view(DTYPES[header.dtype]).reshape(header.shape)
 
+    def ends(self, name: str, nbytes: int = 4096) -> tuple[bytes, bytes]:
+        """The first and the last bytes of a tensor."""
+        start, end = self._spans[name]
+        with (self.path / self.file_of[name]).open("rb") as stream:
+            stream.seek(start)
+            first = stream.read(min(nbytes, end - start))
+            stream.seek(max(start, end - nbytes))
+            return first, stream.read(min(nbytes, end - start))
+
     def _index(self) -> dict[str, str] | None:
         index = self.json(INDEX)
         if index is None:

@@ -63,6 +63,16 @@ Algorithm = Annotated[
 ]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Throw away what an earlier, stopped run has finished in OUTPUT.partial.")
+]
+KeepStatistics = Annotated[
+    Path | None,
+    typer.Option(
+        "--keep-statistics",
+        help="Folder for what calibration shows of the unquantized model; found there, no forward pass is needed.",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option("--device", help="auto, cpu, cuda; for explain and plan also a device's name, say sm90 or x86-avx2."),
@@ -72,6 +82,13 @@ Backend = Annotated[str | None, typer.Option("--linear-backend", help="Use this 
 DisableKernel = Annotated[list[str] | None, typer.Option("--disable-kernel", help="Never use this kernel.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse what would change numbers or contradicts the configuration.")
+]
+JoinMembers = Annotated[
+    bool,
+    typer.Option(
+        "--join-members/--no-join-members",
+        help="Run quantized q, k and v, and gate and up, as one matrix each, and say what had to be restated for it.",
+    ),
 ]
 Mix = Annotated[
     list[str] | None,

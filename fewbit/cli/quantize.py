@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewbit.cli import options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size
+
+if TYPE_CHECKING:
+    from fewbit.models.quantize import QuantizeOptions
 
 
 def quantize(
@@ -18,8 +21,10 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: options.Effort = "fast",
-    algorithm: options.Algorithm = None,
+    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
+    ] = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -31,39 +36,46 @@ def quantize(
     transform: options.Transforms = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
+    restart: options.Restart = False,
+    keep_statistics: options.KeepStatistics = None,
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.pipeline import quantize_checkpoint
-    from fewbit.models.quantize import QuantizeOptions, calibration_for
+    from fewbit.models.quantize import QuantizeOptions
     from fewbit.spec.recipe import ScaleRules
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
-        scheme,
-        group_size,
-        tuple(ignore or ()),
-        format,
-        effort,
-        algorithm,
-        options.parse_settings(settings),
-        short_last_group,
-        rules,
-        calibration_text,
-        calibration_windows,
-        calibration_length,
-        kv_cache,
-        tuple(transform or ()),
+        scheme=scheme,
+        group_size=group_size,
+        ignore=tuple(ignore or ()),
+        format=format,
+        effort=effort,
+        algorithm=algorithm,
+        settings=options.parse_settings(settings),
+        short_last_group=short_last_group,
+        scale_rules=rules,
+        calibration_text=calibration_text,
+        calibration_windows=calibration_windows,
+        calibration_length=calibration_length,
+        kv_cache=kv_cache,
+        transforms=tuple(transform or ()),
     )
-    shard_bytes = parse_size(max_shard_size)
+    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
+    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
+
+
+def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:
+    """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
+    from fewbit.models.pipeline import quantize_checkpoint
+    from fewbit.models.quantize import calibration_for
+
     made = asked.plan(model)
     calibration = calibration_for(model, made, asked)
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
-        report = quantize_checkpoint(
-            model, output, made, calibration=calibration, max_shard_bytes=shard_bytes, progress=advance, device=device
-        )
+        report = quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
     if json:
         print_json(report | {"output": str(output)})
         return

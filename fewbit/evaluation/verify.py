@@ -15,9 +15,9 @@ from fewbit.errors import FewbitError
 from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
 from fewbit.models.calibration import load_tokenizer, token_windows
+from fewbit.models.export import REPORT_FILE
 from fewbit.models.load import load
 from fewbit.models.outcome import sqnr_db, weight_hash
-from fewbit.models.pipeline import REPORT_FILE
 from fewbit.models.recipe_file import recipe_of
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.models.texts import builtin_text
@@ -114,8 +114,7 @@ def _check_layers(
     if originals is not None:
         result.add("weights against source", not poor, _outcome(poor, above))
     elif transforms and against:
-        chain = ", then ".join(transforms)
-        fine = f"{above} of the source's after {chain}, which was noted when they were written"
+        fine = f"{above} of the source's after {', then '.join(transforms)}, as noted when they were written"
         result.add("weights against transformed source", not poor, _outcome(poor, fine))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,23 +68,52 @@ class BlockStream:
             self.states.append(state)
         self.arguments[path].append(arguments)
 
-    def gather(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
+    def gather(self, path: str, layers: Mapping[str, str], grams: bool = False) -> dict[str, InputStatistics]:
         """Carries the states through the block at `path` as it is and gathers the inputs of its linear layers.
 
         Args:
             path: the block's, in the model.
             layers: name of a layer, whatever the caller calls it -> its path in the model.
+            grams: whether Gram matrices and mean magnitudes are gathered too.
 
         Returns:
-            Layer name -> statistics of its input, without Gram matrices.
+            Layer name -> statistics of its input; layers that read one input share one object.
         """
-        statistics = {name: InputStatistics.empty() for name in layers}
+        found: dict[str, InputStatistics] = {}
+        met: list[tuple[Tensor, str, bool]] = []  # of the batch at hand: an input, its first reader, whether it is new
+
+        def meet(name: str, x: Tensor) -> None:
+            first = next((one for one in met if one[0] is x), None)
+            if first is not None and name not in found and first[2]:
+                found[name] = found[first[1]]
+            elif first is None or found.get(name) is not found[first[1]]:
+                met.append((x, name, name not in found))
+                features = x.shape[-1] if grams else None
+                found.setdefault(name, InputStatistics.empty(features, x.device)).add(x)
+
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            with self._before_each(layers, lambda name, x: statistics[name].add(x)):
+            with self._before_each(layers, meet):
                 for index in range(len(self.states)):
                     self.states[index] = self._forward(block, path, index)
-        return statistics
+                    met.clear()
+        return {name: found[name] if name in found else InputStatistics.empty() for name in layers}
+
+    def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Carries the states through a block whose new weights are known.
+
+        Args:
+            path: the block's, in the model.
+            weights: path in the model and weight [N, K] of each layer that later ones see changed.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            for location, weight in weights:
+                self.model.get_submodule(location).weight.copy_(weight)
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
 
     def observe(self, path: str, layers: Mapping[str, str], see: Callable[[str, Tensor], None]) -> None:
         """Runs the block at `path` as it is on all states, which stay where they are.
@@ -147,7 +176,10 @@ class BlockStream:
 
     def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
-            replaced = {f"{layers[name].removeprefix(f'{path}.')}.weight": weight for name, weight in weights.items()}
+            dtype = self.states[index].dtype
+            replaced = {
+                f"{layers[name].removeprefix(f'{path}.')}.weight": weight.to(dtype) for name, weight in weights.items()
+            }
             arguments = self.arguments[path][index]
             return _state_of(torch.func.functional_call(block, replaced, (self.states[index],), arguments))
 

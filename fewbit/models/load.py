@@ -20,6 +20,8 @@ from fewbit.methods.base import Placement, StoredWeights
 from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedding_of
 from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
+from fewbit.models.joining import Joining, JoinOutcome
+from fewbit.models.joint import ProjectionPart
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
@@ -42,6 +44,7 @@ class LoadReport:
         layers: module name on disk -> what is stored, for every quantized layer.
         carried: tensors that the model class has no place for (draft heads, KV-cache scales), not used.
         kv_cache: what is known of a quantized KV cache; None where nothing speaks of one.
+        joined: what became of each matrix whose members were to be joined; empty where nobody asked.
         contradictions: layers whose tensors are not what the configuration says, and its entries that match nothing.
     """
 
@@ -49,6 +52,7 @@ class LoadReport:
     layers: dict[str, StoredLayer] = field(default_factory=dict)
     carried: list[str] = field(default_factory=list)
     kv_cache: KvCacheReport | None = None
+    joined: list[JoinOutcome] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
 
 
@@ -59,6 +63,7 @@ def load(
     dtype: torch.dtype | None = None,
     preference: Preference = Preference(),
     strict: bool = False,
+    join_members: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Loads a plain or quantized checkpoint as a transformers model whose quantized layers run on chosen kernels.
@@ -69,6 +74,8 @@ def load(
         dtype: dtype of activations and of plain parameters; None for the checkpoint's own.
         preference: what to ask of the kernel choice.
         strict: whether tensors that contradict the configuration are an error rather than a line of the report.
+        join_members: whether q, k and v, and gate and up, become one matrix each, in families that say that they read
+            one input; the report says what had to be restated and what it cost (`joining`).
         progress: called with bytes read.
 
     Returns:
@@ -88,7 +95,7 @@ def load(
     loader.replace_quantized_modules()
     if strict and loader.report.contradictions:
         raise CheckpointError("; ".join(loader.report.contradictions) + ".", "Load it without strict to accept this.")
-    loader.fill(progress)
+    loader.fill(progress, Joining(model, loader.placement) if join_members else None)
     loader.finish()
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -107,6 +114,7 @@ class _Loader:
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
+        self.joining: Joining | None = None
 
     def replace_quantized_modules(self) -> None:
         """Puts a quantized module wherever the checkpoint's tensors say that the layer is quantized."""
@@ -163,9 +171,9 @@ class _Loader:
         self.pending[path] = set(parameters.values())
         self.report.layers[module] = described
 
-    def fill(self, progress: Progress | None) -> None:
+    def fill(self, progress: Progress | None, joining: Joining | None = None) -> None:
         """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
-        folder = self.stored.folder
+        self.joining, folder = joining, self.stored.folder
         for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
             target = self.targets.get(name) or self.destinations.tensor(name)
             if tensor_slot(self.model, target) is None:
@@ -184,10 +192,16 @@ class _Loader:
         """Notes a tensor that has no place in the model.
 
         Raises:
-            CheckpointError: it is a scale of a module that the model has, whose weight would be read without it.
+            CheckpointError: it is a scale of a module that the model has, whose weight would be read without it; or
+                belongs to a member of a projection that is stored joined as well.
         """
         module, leaf = self.stored.split(name)
-        built = submodule(self.model, self.destinations.module(module)) is not None
+        place = submodule(self.model, self.destinations.module(module))
+        if isinstance(place, ProjectionPart):
+            raise CheckpointError(
+                f"{name} is stored, and so is {place.product.leaf}, which holds its rows.", "Remove one of them."
+            )
+        built = place is not None
         if built and _SCALE.search(leaf) and cache_scale_name(name) is None:
             described = self.report.layers.get(module)
             raise CheckpointError(
@@ -201,9 +215,13 @@ class _Loader:
         if target not in self.pending.get(path, ()):
             return
         self.pending[path].discard(target)
-        if not self.pending[path]:
-            module = self.model.get_submodule(path)
-            module.method.process_weights_after_loading(module)
+        if self.pending[path]:
+            return
+        if self.joining is not None and self.joining.takes(path):
+            self.joining.take(path)
+            return
+        module = self.model.get_submodule(path)
+        module.method.process_weights_after_loading(module)
 
     def _set(self, target: str, value: Tensor, keep_dtype: bool) -> None:
         slot = tensor_slot(self.model, target)
@@ -228,6 +246,9 @@ class _Loader:
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise CheckpointError(f"The checkpoint lacks {shown}.", "Get the whole folder.")
+        if self.joining is not None:
+            self.joining.finish()
+            self.report.joined = self.joining.outcomes
         for name, buffer in list(self.model.named_buffers()):
             if buffer.device != self.placement.device and not name.rpartition(".")[2].startswith("prepared_"):
                 owner, _, leaf = name.rpartition(".")

@@ -13,37 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fewbit
 from fewbit.algorithms.interface import Algorithm, BlockTask, LayerResult, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
-from fewbit.checkpoints.dtypes import header_of, nbytes
+from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.kv_scales import attention_modules
-from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folder
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
-from fewbit.errors import CheckpointError, ModelError
+from fewbit.checkpoints.unit_folder import FinishedUnit
+from fewbit.checkpoints.work_folder import WorkFolder, work_folder
+from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.models.block_stream import BlockStream, Output
 from fewbit.models.calibration import Calibration
+from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
+from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.outcome import InputSeen, LayerOutcome, outcome_of
+from fewbit.models.outcome import InputSeen, outcome_of
 from fewbit.models.plan import Plan, PlannedLayer
 from fewbit.models.replace import tensor_slot
+from fewbit.models.statistics import BlockStatistics, StatisticsStore
 from fewbit.models.transforms.registry import of_recipe
 from fewbit.models.transforms.transformed import Transformations
-from fewbit.numerics import QuantizedTensor
+from fewbit.models.written import LayerWriter, WrittenLayer
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
-from fewbit.packing.registry import dequantize_record, unpack_record
+from fewbit.packing.registry import dequantize_record
 from fewbit.spec.recipe import Recipe
 
-RECIPE_FILE = "fewbit_recipe.json"
-REPORT_FILE = "quantization_report.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
@@ -52,9 +53,8 @@ CALIBRATION_LENGTH = 512
 
 def plan_needs_calibration(plan: Plan) -> bool:
     """Whether the plan's algorithm, transformations or keys need activations."""
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
-        return True
-    if any(one.needs_statistics for one in of_recipe(plan.recipe.transforms)):
+    by_statistics = any(one.needs_statistics for one in of_recipe(plan.recipe.transforms))
+    if by_statistics or algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
         return True
     keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
     return any(needs_calibration(key) for key in keys)
@@ -69,58 +69,103 @@ def quantize_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
     device: str = "cpu",
+    restart: bool = False,
+    keep_statistics: str | Path | None = None,
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
     Args:
         source: folder of the unquantized checkpoint that `plan` was made for.
-        output: must not exist; it appears complete or not at all.
+        output: must not exist; it appears complete or not at all. What is finished of it is kept in `OUTPUT.partial`,
+            and a run that was stopped goes on from there when it is called again with the same arguments.
         plan: from `make_plan`.
         calibration: token windows, needed where `plan_needs_calibration` says so.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
+        restart: whether what an earlier run has finished is thrown away.
+        keep_statistics: folder for the statistics of the unquantized model's layers, gathered unless they are there;
+            layers are then quantized by these, and no hidden states are carried through quantized layers.
 
     Returns:
-        The report, which is also written to `quantization_report.json`.
+        The report, which is also written to `quantization_report.json`, and the seconds that this call took.
 
     Raises:
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
         CheckpointError: a weight holds NaN or infinity.
-        OutputError: the output exists or cannot be written; nothing is left behind.
+        OutputError: the output exists or cannot be written, or what an earlier run has finished of it was made from
+            something else.
     """
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
-    started = time.monotonic()
-    source = Path(source)
-    with staged_folder(Path(output)) as staging:
-        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device))
-        writer = ShardWriter(staging, max_shard_bytes)
-        for name, tensor in run.tensors():
-            writer.add(name, tensor)
-        writer.finish()
-        copy_side_files(source, staging)
+    started, source = time.monotonic(), Path(source)
+    store = _statistics(source, plan, calibration, device, keep_statistics)
+    earlier, report_file = WorkFolder(output), Path(output) / REPORT_FILE
+    if earlier.is_published() and report_file.is_file():  # all that was left to an earlier run was to clear up
+        earlier.remove()
+        return json.loads(report_file.read_text()) | {"seconds": 0.0}
+    with work_folder(output, restart) as work:
+        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
         recipe = run.recipe()
-        _write_config(source, staging, run.config(), plan.unties)
-        (staging / RECIPE_FILE).write_text(recipe.to_json())
-        report = run.report(recipe, writer.nbytes, time.monotonic() - started)
-        (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
-    return report
+        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder.source, run.device)
+        work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
+        run.quantize(work)
+        with work.staged() as staging:
+            units = list(run.units.values())
+            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
+            write_config(source, staging, run.config(), plan.unties)
+            (staging / RECIPE_FILE).write_text(recipe.to_json())
+            report = report_of(plan, recipe, facts, run.kept(), written)
+            (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+    return report | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _statistics(
+    source: Path, plan: Plan, calibration: Calibration | None, device: str, folder: str | Path | None
+) -> StatisticsStore | None:
+    """The statistics to quantize by, complete; None where each layer is to see what the quantized ones put out."""
+    if folder is None:
+        return None
+    if calibration is None or not plan_needs_calibration(plan):
+        raise SchemeError(f"{plan.recipe.algorithm} reads no statistics here.", "Leave --keep-statistics out.")
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+        raise SchemeError(
+            f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
+            "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
+        )
+    store = StatisticsStore(folder)
+    store.complete(source, calibration, device)
+    return store
 
 
 class _Run:
-    """The state of one pass over a checkpoint."""
+    """The state of one pass over a checkpoint.
+
+    Attributes:
+        units: stored tensors by the block they belong to, in order; the key of those outside every block is empty.
+    """
 
     def __init__(
-        self, source: Path, plan: Plan, calibration: Calibration | None, progress: Progress, device: torch.device
+        self,
+        source: Path,
+        plan: Plan,
+        calibration: Calibration | None,
+        progress: Progress,
+        device: torch.device,
+        store: StatisticsStore | None = None,
     ) -> None:
+        self.store = store
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
-        self.outcomes: list[LayerOutcome] = []
         config = read_config(source)
-        self.transforms = Transformations(plan.recipe, self.keys(), TensorFolder(source), config, device)
+        keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
+        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device)
         self.folder = self.transforms.weights
         # Few CPUs multiply 16-bit floats as fast as float32.
         self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
@@ -130,21 +175,71 @@ class _Run:
         self.seen: dict[str, InputStatistics] = {}  # inputs of the layers of the block at hand
         self.cache_key = plan.recipe.scheme.kv_cache
         self.watch = CacheWatch()
-        self.scheme = self.checkpoint.scheme(self.checkpoint.config(self.keys(), plan.plain))
+        self.writer = LayerWriter(self.checkpoint, plan)
+        self.units = self._units()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the result: what is outside the blocks first, then block by block."""
-        stream = self._stream()
-        for block, names in self._units().items():
-            results = self._through(stream, block) if stream is not None and block else {}
-            for name in names:
-                yield from self._convert(name, results)
-                self.progress(nbytes(self.folder.headers[name]))
-            if block:
-                yield from self._cache_scales(block)
+    def quantize(self, work: WorkFolder) -> None:
+        """Finishes every unit that is not: what is outside the blocks first, then block by block.
+
+        Calibration is carried through the finished blocks once more, with the weights that they were given: a forward
+        pass each, which costs less than to keep the states of all windows on disk after every block.
+        """
+        finished = work.finished()
+        stream = self._stream() if finished < len(self.units) else None
+        for number, (block, names) in enumerate(self.units.items()):
+            if number >= finished:
+                work.add(*self._unit(stream, block))
+            elif stream is not None and block:
+                self.transforms.enter(stream, block)
+                stream.replay(block, self._finished_weights(block, work.unit(number)))
+            self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
+
+    def _unit(self, stream: BlockStream | None, block: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of a unit that differ from the source's, by their names on disk, and the facts about them.
+
+        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`
+        of layers; what `transforms` did.
+        """
+        transforms = self.transforms.enter(stream, block)
+        written: Mapping[str, WrittenLayer] = {}
+        if block and self.store is not None:
+            written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
+        elif block and stream is not None:
+            written = self._through(stream, block)
+        tensors: dict[str, Tensor] = {}
+        made: dict[str, list[str]] = {}
+        outcomes = []
+        for name in self.units[block]:
+            layer = self.layers.get(name.removesuffix(".weight"))
+            if layer is None or name != f"{layer.name}.weight":
+                if self.folder.is_changed(name):
+                    tensors[name], made[name] = self.folder.plain(name), [name]
+                continue
+            own = written.get(layer.name) or self._written(self._quantize([layer.name], None))[layer.name]
+            found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
+            tensors |= found
+            made[name] = list(found)
+            outcomes.append(vars(outcome_of(layer, self.folder.load(name), own, self._input_seen(layer))))
+        scales = dict(self._cache_scales(block)) if block else {}
+        facts = {"made": made, "added": list(scales), "outcomes": outcomes, "transforms": transforms}
+        return tensors | scales, facts
+
+    def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
+        """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
+        for name, layer in self.layers.items() if self.algorithm.needs_gram else ():
+            if layer.block == block:
+                stored = {
+                    tensor.removeprefix(f"{name}."): unit.tensors.load(tensor)
+                    for tensor in unit.facts["made"][f"{name}.weight"]
+                }
+                record = self.writer.read(layer, stored).to(self.device)
+                yield self.partial.destinations.module(name), dequantize_record(record)
+
+    def _written(self, results: Mapping[str, LayerResult]) -> dict[str, WrittenLayer]:
+        return {name: self.writer.write(self.layers[name], result) for name, result in results.items()}
 
     def _units(self) -> dict[str, list[str]]:
-        """Stored tensors by the block they belong to; the key of those outside every block is empty."""
+        """See the head of the class."""
         units: dict[str, list[str]] = {"": []} | {path: [] for path in blocks_of(self.model)}
         prefixes = {f"{path}.": path for path in units if path}
         for name in sorted(self.folder.headers):
@@ -153,12 +248,12 @@ class _Run:
         return units
 
     def _stream(self) -> BlockStream | None:
-        if self.calibration is None or not plan_needs_calibration(self.plan):
+        if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
             return None
         windows = self.calibration.windows.to(self.device)
         return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
 
-    def _through(self, stream: BlockStream, block: str) -> dict[str, LayerResult]:
+    def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
         """Carries calibration through a block and quantizes its layers by what it shows.
 
         An algorithm that works on Gram matrices sees what the quantized layers before each layer put out; for static
@@ -167,23 +262,25 @@ class _Run:
         inside = {
             name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
         }
-        results: dict[str, LayerResult] = {}
-        self.transforms.enter(stream, block)
+        written: dict[str, WrittenLayer] = {}
         self.seen = seen = {}
         stream.watch = self.watch = CacheWatch()
 
+        def finish(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
+            found = self._written(results)
+            written.update(found)
+            return {name: one.weight(self.device) for name, one in found.items()}
+
         def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
-            found = self._quantize(names, statistics)
-            results.update(found)
+            results = self._quantize(names, statistics)
             seen.update(dict.fromkeys(names, statistics))
-            return _weights(found)
+            return finish(results)
 
         def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
             tasks = {name: self._task(self.layers[name], statistics) for name, statistics in seen.items()}
-            task = BlockTask(tasks, dict(results), len(stream.states), output, target)
-            refined = self.algorithm.refine(task)
-            results.update({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
-            return _weights(refined)
+            results = {name: one.result for name, one in written.items()}
+            refined = self.algorithm.refine(BlockTask(tasks, results, len(stream.states), output, target))
+            return finish({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
 
         if self.algorithm.refines_blocks:
             stream.solve(block, inside, solve, refine)
@@ -192,8 +289,18 @@ class _Run:
         else:
             seen.update(stream.gather(block, inside))
             for name, statistics in seen.items():
-                results |= self._quantize([name], statistics)
-        return results
+                written |= self._written(self._quantize([name], statistics))
+        return written
+
+    def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
+        """Quantizes the layers of a block by statistics that were kept."""
+        written: dict[str, WrittenLayer] = {}
+        self.watch = CacheWatch(block.cache)
+        self.seen = {name: statistics for name, statistics in block.inputs.items() if name in self.layers}
+        for names, statistics in block.groups:
+            chosen = [name for name in names if name in self.layers]
+            written |= self._written(self._quantize(chosen, statistics)) if chosen else {}
+        return written
 
     def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
         """The static scales of the block's key-value cache, by their names on disk."""
@@ -207,21 +314,6 @@ class _Run:
                 if scale is None:
                     raise ModelError(f"{attention} caches nothing that can be seen.", "Leave the KV cache unquantized.")
                 yield self.checkpoint.cache_scale(attention, side), scale
-
-    def _convert(self, name: str, results: Mapping[str, LayerResult]) -> Iterator[tuple[str, Tensor]]:
-        module = name.removesuffix(".weight")
-        layer = self.layers.get(module)
-        if layer is None or name != f"{module}.weight":
-            yield name, self.folder.plain(name)
-            return
-        result = results[module] if module in results else self._quantize([module], None)[module]
-        assert layer.key is not None
-        stored = self.checkpoint.write(result.record.to("cpu"), layer.key)
-        reread = self._reread(layer, stored)
-        seen = self._input_seen(layer)
-        self.outcomes.append(outcome_of(layer, self.folder.load(name), unpack_record(reread), stored, result, seen))
-        for suffix, tensor in stored.items():
-            yield f"{module}.{suffix}", tensor
 
     def _input_seen(self, layer: PlannedLayer) -> InputSeen:
         """How many calibration tokens reached a layer, and what was done where none did."""
@@ -242,14 +334,6 @@ class _Run:
         return InputStatistics.of_siblings(
             other for sibling, other in self.seen.items() if _EXPERT.sub(".experts.*.", sibling) == place
         )
-
-    def _reread(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """The record as a reader will get it: a format may hold a scale with fewer digits than the hub."""
-        shape = (layer.shape[0], layer.shape[1])
-        headers = {name: header_of(tensor) for name, tensor in stored.items()}
-        described = self.checkpoint.describe(self.scheme, layer.name, headers, layer.class_name, shape)
-        assert described is not None, f"{layer.name} was written as a plain layer"
-        return self.checkpoint.read(described, stored, shape)
 
     def _quantize(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
         """Layers that read one input, by name."""
@@ -295,54 +379,19 @@ class _Run:
             self.shared[members] = global_scale_of(largest.reshape(1, 1), layer.key.weight)
         return self.shared[members]
 
-    def keys(self) -> dict[str, Any]:
-        """Layer name -> key, for the configuration."""
-        return {name: layer.key for name, layer in self.layers.items()}
-
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        config = self.checkpoint.config(self.keys(), self.plan.plain)
+        config = self.checkpoint.config({name: one.key for name, one in self.layers.items()}, self.plan.plain)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
         record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
+        if record is not None:
+            record["inputs"] = "as quantized layers put them out" if self.store is None else "of the unquantized model"
         return Recipe(**{**vars(self.plan.recipe), "calibration": record})
 
-    def report(self, recipe: Recipe, written: int, seconds: float) -> dict[str, Any]:
-        """What was done, in numbers that were measured or computed."""
-        return {
-            "scheme": recipe.scheme.name,
-            "format": recipe.format,
-            "algorithm": recipe.algorithm,
-            "source": recipe.source,
-            "bytes_before": self.plan.bytes_before,
-            "bytes_after": written,
-            "bits_per_weight": self.plan.bits_per_weight,
-            "seconds": round(seconds, 3),
-            "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
-            "tie_word_embeddings": "untied: the head has a weight of its own"
-            if self.plan.unties
-            else "as in the source",
-            "transforms": self.transforms.entries,
-            "layers": [vars(outcome) for outcome in self.outcomes],
-            "kept": sorted(name for name in self.folder.headers if not self._has_place(name)),
-            "plain": {layer.name: layer.reason for layer in self.plan.layers if layer.key is None},
-        }
-
-    def _has_place(self, name: str) -> bool:
-        """Whether the model class builds a stored tensor; those that it does not build are written as they were."""
-        return tensor_slot(self.model, self.partial.destinations.tensor(name)) is not None
-
-
-def _weights(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
-    return {name: dequantize_record(result.record) for name, result in results.items()}
-
-
-def _write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
-    """The source's config.json with its quantization, and without a tie between ends that differ from now on."""
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization
-    if unties:
-        config["tie_word_embeddings"] = False
-    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    def kept(self) -> list[str]:
+        """The tensors that the model class does not build; they are written as they were."""
+        place = self.partial.destinations.tensor
+        return sorted(name for name in self.folder.headers if tensor_slot(self.model, place(name)) is None)

@@ -111,19 +111,23 @@ def quantize(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
     device: str = "cpu",
+    restart: bool = False,
+    keep_statistics: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
 
     Args:
         model: folder of an unquantized checkpoint.
-        output: folder to write; must not exist.
+        output: folder to write; must not exist; see `quantize_checkpoint`.
         scheme: name of a preset, say `W4A16` or `FP8_DYNAMIC`.
         group_size: numbers of a row under one scale; -1 for one scale per channel.
         ignore: patterns of layers that stay as they are, besides `lm_head`.
         max_shard_bytes: largest size of a weight file.
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
+        restart: whether what an earlier run, stopped, has finished is thrown away.
+        keep_statistics: see `quantize_checkpoint`.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -143,4 +147,6 @@ def quantize(
         max_shard_bytes=max_shard_bytes,
         progress=progress,
         device=device,
+        restart=restart,
+        keep_statistics=keep_statistics,
     )

@@ -160,6 +160,15 @@ def test_run_answers(cli: Cli, quantized: Path) -> None:
     assert code == 0 and out and "new ones at" in err
 
 
+def test_run_joins_members_and_says_what_it_did(cli: Cli, quantized: Path) -> None:
+    code, out, err = cli("run", quantized, "Hello", "--max-new-tokens", 3, "--no-chat", "--join-members")
+    assert code == 0
+    assert out == cli("run", quantized, "Hello", "--max-new-tokens", 3, "--no-chat")[1]
+    assert "gate_up_proj and 3 more: rows under one another; no weight moved." in " ".join(err.split())
+    found = loads(cli("run", quantized, "Hello", "--max-new-tokens", 1, "--no-chat", "--join-members", "--json"))
+    assert len(found["joined"]) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

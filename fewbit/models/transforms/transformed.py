@@ -38,7 +38,7 @@ class Transformations:
 
     Attributes:
         weights: the tensors to quantize from.
-        entries: what was done, for the report.
+        installed: what was done whatever the data are, for the report.
 
     Raises:
         ModelError: a transformation does not know this architecture.
@@ -53,7 +53,7 @@ class Transformations:
         device: torch.device,
     ) -> None:
         self.weights = TransformedWeights(folder)
-        self.entries: list[dict[str, Any]] = []
+        self.installed: list[dict[str, Any]] = []
         self._rules, self._keys, self._device = recipe.scale_rules, keys, device
         self._algorithm = algorithm(recipe.algorithm, recipe.settings)
         self._mappings: dict[Any, tuple[ScaleMapping, ...]] = {}
@@ -61,45 +61,55 @@ class Transformations:
         self._probe = BlockProbe(folder, config, device) if self._chosen else None
         for one in self._chosen:
             assert self._probe is not None
-            self.entries += one.install(self._probe, self.weights)
+            self.installed += one.install(self._probe, self.weights)
 
-    def enter(self, stream: BlockStream | None, block: str) -> None:
+    def enter(self, stream: BlockStream | None, block: str) -> list[dict[str, Any]]:
         """Transforms the block at path `block` by what the calibration windows in `stream` show of it.
+
+        Args:
+            stream: stands before the block; None where nothing is calibrated.
+            block: empty for what is outside the blocks.
+
+        Returns:
+            What was done, for the report.
 
         Raises:
             ModelError: the transformed block does not compute what it did.
         """
         self.weights.begin_block()
+        if not block:
+            return self.installed
+        entries: list[dict[str, Any]] = []
         for one in self._chosen:
             if one.needs_statistics and stream is not None:
-                self._scale(one, stream, block)
+                entries += self._scale(one, stream, block)
+        return entries
 
-    def _scale(self, one: Transform, stream: BlockStream, block: str) -> None:
+    def _scale(self, one: Transform, stream: BlockStream, block: str) -> list[dict[str, Any]]:
         probe = self._probe
         assert probe is not None
         before = probe.parameters(block, self.weights.load)
         mappings = [found for found in self._mappings_of(block, before) if one.wants(found)]
         mappings = [found for found in mappings if any(self._key(block, name) for name in found.consumers)]
         if not mappings:
-            self.entries.append({"transform": one.name, "block": block, "what": "no mapping found", "choice": "none"})
-            return
-        seen = self._observe(stream, block, mappings)
+            return [{"transform": one.name, "block": block, "what": "no mapping found", "choice": "none"}]
+        seen, entries = self._observe(stream, block, mappings), []
         for mapping in mappings:
             task = self._task(block, mapping, seen[mapping.producer])
             entry: dict[str, Any] = {"transform": one.name, "block": block, "what": str(mapping)}
             if task is None:
-                self.entries.append(entry | {"choice": "none: no calibration token reached it"})
+                entries.append(entry | {"choice": "none: no calibration token reached it"})
                 continue
             found = one.choose(task)
-            self.entries.append(entry | {"choice": found.choice, "loss": found.loss, "loss_before": found.loss_before})
+            entries.append(entry | {"choice": found.choice, "loss": found.loss, "loss_before": found.loss_before})
             self._fold(block, mapping, found)
         after = probe.parameters(block, self.weights.load)
         error = deviation(probe.output(block, after), probe.output(block, before))
-        self.entries.append({"transform": one.name, "block": block, "what": "deviation of the block", "loss": error})
         if not error <= LARGEST_DEVIATION:
             raise ModelError(
                 f"{one.name} changed what {block} computes by {error:.1%}.", "Leave it out for this model."
             )
+        return [*entries, {"transform": one.name, "block": block, "what": "deviation of the block", "loss": error}]
 
     def _mappings_of(self, block: str, parameters: Mapping[str, Tensor]) -> tuple[ScaleMapping, ...]:
         """The block's mappings; blocks of one structure have the same."""

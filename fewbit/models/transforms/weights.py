@@ -21,11 +21,12 @@ class TransformedWeights:
     are dropped when the next block begins, so that no more than one block of them is in memory.
 
     Attributes:
+        source: the folder.
         headers: tensor name -> header; a tensor that a change adds has its source's header.
     """
 
     def __init__(self, folder: TensorFolder) -> None:
-        self.folder = folder
+        self.source = folder
         self.headers = dict(folder.headers)
         self._changes: dict[str, Change] = {}
         self._copies: dict[str, str] = {}
@@ -53,11 +54,15 @@ class TransformedWeights:
         """Puts tensors of the block at hand in the place of those of that name."""
         self._block |= {name: tensor.cpu() for name, tensor in tensors.items()}
 
+    def is_changed(self, name: str) -> bool:
+        """Whether the tensor differs from the one on disk."""
+        return name in self._block or name in self._changes
+
     def load(self, name: str) -> Tensor:
         """An owned copy of a tensor: float32 where it was changed, as stored where it was not."""
         if name in self._block:
             return self._block[name].clone()
-        tensor = self.folder.load(self._copies.get(name, name))
+        tensor = self.source.load(self._copies.get(name, name))
         change = self._changes.get(name)
         return tensor if change is None else change(tensor).float()
 
