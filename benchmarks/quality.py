@@ -1,4 +1,4 @@
-"""Quality of every preset on a real model and real text: perplexity, KL divergence, top-1 agreement, time to quantize.
+"""Quality of every preset and of bit budgets on a real model and real text: perplexity, KL, top-1 agreement, time.
 
     python benchmarks/quality.py --model fewbit-demo/SmolLM2-135M-Instruct-bf16 --text wikitext-2/test.txt
 
@@ -31,6 +31,8 @@ from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import ScaleRules
 
 WINDOW_LENGTH = 1024
+BUDGETS = (3.5, 4.25)
+"""Bits per weight of the rows in which a bit budget chooses each layer's key."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Row:
         if "algorithm" in self.settings:
             extra += [self.settings["algorithm"], *(f"{k}={v}" for k, v in self.settings.get("settings", {}).items())]
         extra += [f"after {name}" for name in self.settings.get("transforms", ())]
-        return " ".join([self.scheme, *extra])
+        budget = self.settings.get("bits_per_weight")
+        return " ".join([f"{budget:g} bits" if budget else self.scheme, *extra])
 
 
 def all_rows() -> list[Row]:
@@ -58,7 +61,7 @@ def all_rows() -> list[Row]:
         takes_group = scheme.rules[0].key.weight.granularity.kind == "group" and "A16" in name and "FP" not in name
         rows.append(Row(name, {"group_size": 64} if takes_group else {}))
     extras = [Row("W4A16_ASYM", {"group_size": 32}), Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")})]
-    return rows + extras
+    return rows + extras + [Row("W4A16", {"bits_per_weight": bits}) for bits in BUDGETS]
 
 
 def without_activation_keys(model: torch.nn.Module) -> None:
@@ -132,7 +135,8 @@ def measure(bench: Bench, row: Row) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder.parent)
     return {
-        "row": row.label, "bits_per_weight": report["bits_per_weight"], "quantize_seconds": round(seconds, 1),
+        "row": row.label, "bits_per_weight": report["bits_per_weight"], "budget": report["budget"],
+        "quantize_seconds": round(seconds, 1),
         "perplexity": scored.perplexity, "mean_kl": scored.mean_kl, "top1_agreement": scored.top1_agreement,
         "reference_perplexity": scored.reference_perplexity,
     }  # fmt: skip
@@ -166,7 +170,7 @@ def main(
         if only and not any(part in row.label for part in only):
             continue
         rows.append(measure(bench, row))
-        console.print(rows[-1])
+        console.print({name: value for name, value in rows[-1].items() if name != "budget"})
         if output:
             output.write_text(json.dumps({"machine": machine(), "activations": activations, "rows": rows}, indent=2))
     cells = [

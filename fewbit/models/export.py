@@ -16,9 +16,6 @@ from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.models.plan import Plan
 from fewbit.spec.recipe import Recipe
 
-RECIPE_FILE = "fewbit_recipe.json"
-REPORT_FILE = "quantization_report.json"
-
 
 def write_output(
     source: TensorFolder,
@@ -87,10 +84,13 @@ def report_of(
         "bytes_before": plan.bytes_before,
         "bytes_after": written,
         "bits_per_weight": plan.bits_per_weight,
+        "whole_bits_per_weight": plan.whole_bits_per_weight,
         "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
         "tie_word_embeddings": "untied: the head has a weight of its own" if plan.unties else "as in the source",
         "transforms": facts["transforms"],
         "layers": facts["outcomes"],
         "kept": kept,
         "plain": {layer.name: layer.reason for layer in plan.layers if layer.key is None},
+        "cautions": list(plan.cautions),
+        "budget": plan.budget,
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -64,6 +66,8 @@ class Plan:
         dtype: element name of the checkpoint's weights.
         unties: whether the source ties its head to its embedding, and the head will no longer be equal to it.
         cautions: what other readers of the format are known to refuse, a sentence each.
+        parameters: numbers in all tensors of the source.
+        budget: how a bit budget chose the keys, for the report; None where none did.
     """
 
     recipe: Recipe
@@ -75,6 +79,8 @@ class Plan:
     dtype: str
     unties: bool = False
     cautions: tuple[str, ...] = ()
+    parameters: int = 0
+    budget: Mapping[str, Any] | None = None
 
     @property
     def quantized(self) -> tuple[PlannedLayer, ...]:
@@ -86,6 +92,11 @@ class Plan:
         weights = sum(prod(layer.shape) for layer in self.quantized)
         bits = sum(_stored_bits(layer) for layer in self.quantized)
         return bits / max(1, weights)
+
+    @property
+    def whole_bits_per_weight(self) -> float:
+        """Mean over every number of the model, quantized or not."""
+        return 8 * self.bytes_after / max(1, self.parameters)
 
     def peak_bytes(self, max_shard_bytes: int) -> int:
         """Memory needed beside the interpreter: the largest block, float32 working copies, and one shard."""
@@ -132,7 +143,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
         raise CheckpointError(
             f"{source} is no folder of safetensors, and quantize reads no other source.", "Convert it to one first."
         )
-    checkpoint = _format(recipe.format)
+    checkpoint = written_format(recipe.format)
     config = read_config(source)
     dtype = float_element(config_dtype(config))
     scheme = recipe.scheme.with_scale_element(dtype)
@@ -156,14 +167,21 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
     if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
         after += _embedding_bytes(stored, layers)  # the head gets a weight of its own
-    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, unties, cautions)
+    parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
+    largest = _largest_block(stored, layers)
+    return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
 
 
 def _embedding_bytes(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
     return sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.reason == "embedding")
 
 
-def _format(name: str) -> CheckpointFormat:
+def written_format(name: str) -> CheckpointFormat:
+    """The checkpoint format of that name, which a folder of safetensors can have.
+
+    Raises:
+        SchemeError: there is none.
+    """
     found = formats().get(name)
     if found is None:
         raise SchemeError(f"Unknown checkpoint format {name!r}.", closest(name, formats()))
@@ -233,7 +251,7 @@ def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
 
 
 def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat, short_last_group: bool) -> None:
-    uneven = [layer for layer in layers if layer.key and _leaves_short_group(layer)]
+    uneven = [layer for layer in layers if layer.key and leaves_short_group(layer)]
     if uneven and not short_last_group:
         raise _uneven_groups(uneven)
     for layer in layers:
@@ -244,7 +262,8 @@ def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat
             raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", "Ignore it.")
 
 
-def _leaves_short_group(layer: PlannedLayer) -> bool:
+def leaves_short_group(layer: PlannedLayer) -> bool:
+    """Whether the last group of the layer's rows is shorter than the others."""
     assert layer.key is not None
     granularity = layer.key.weight.granularity
     own = layer.key.weight.scale.element.bits == 8  # MX and NVFP4 groups are the format's own; the format judges them

@@ -9,21 +9,24 @@ from typing import Any
 
 from fewbit.algorithms.effort import algorithm_for
 from fewbit.algorithms.registry import algorithm
+from fewbit.checkpoints.output import parse_size
 from fewbit.errors import SchemeError
+from fewbit.models.block_loop import plan_needs_calibration
+from fewbit.models.budget import Budget, plan_within
 from fewbit.models.calibration import Calibration, load_tokenizer, token_windows
 from fewbit.models.load import Progress
 from fewbit.models.pipeline import (
     CALIBRATION_LENGTH,
     CALIBRATION_WINDOWS,
     DEFAULT_SHARD_BYTES,
-    plan_needs_calibration,
     quantize_checkpoint,
 )
 from fewbit.models.plan import Plan, make_plan
 from fewbit.models.texts import read_text
 from fewbit.models.transforms.registry import parse_transform
 from fewbit.spec.granularity import CHANNEL, group
-from fewbit.spec.presets import kv_cache_preset, preset
+from fewbit.spec.key import LinearKey
+from fewbit.spec.presets import BUDGET_KEYS, kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
 
 
@@ -46,6 +49,8 @@ class QuantizeOptions:
         calibration_text: UTF-8 file for calibration, None for the built-in prose.
         calibration_windows, calibration_length: how many windows of how many tokens are read from it.
         kv_cache: name of a key for the KV cache, `fp8` or `fp8_head`; None where it stays as it is.
+        bits_per_weight, fit, context, candidates: a bit budget, which chooses each layer's key instead of `scheme`;
+            `fit` is a size such as `24GB`, `candidates` are keys in their text form. See `Budget`.
     """
 
     scheme: str = "W4A16"
@@ -62,6 +67,10 @@ class QuantizeOptions:
     calibration_length: int = CALIBRATION_LENGTH
     kv_cache: str | None = None
     transforms: tuple[str, ...] = ()
+    bits_per_weight: float | None = None
+    fit: str | None = None
+    context: int = 0
+    candidates: tuple[str, ...] = ()
 
     def recipe(self) -> Recipe:
         """The recipe that these options describe.
@@ -83,9 +92,33 @@ class QuantizeOptions:
             scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules, transforms=transforms
         )
 
+    def budget(self) -> Budget | None:
+        """The bit budget that these options describe, if they do.
+
+        Raises:
+            SchemeError: it contradicts itself or another option, or a candidate is no key.
+            OutputError: `fit` is no size.
+        """
+        if self.bits_per_weight is None and self.fit is None:
+            return None
+        if self.group_size is not None:
+            raise SchemeError("A bit budget chooses groups itself.", "Leave the group size out, or name candidates.")
+        chosen = tuple(_candidate(text) for text in self.candidates) or BUDGET_KEYS
+        fit = None if self.fit is None else parse_size(self.fit)
+        return Budget(self.bits_per_weight, fit, self.context, chosen)
+
     def plan(self, source: str | Path) -> Plan:
         """The plan for a model folder; see `make_plan` for the errors."""
         return make_plan(source, self.recipe(), self.short_last_group)
+
+
+def _candidate(text: str) -> LinearKey:
+    try:
+        return LinearKey.parse(text)
+    except SchemeError as error:
+        raise SchemeError(
+            f"Cannot read the candidate {text!r}: {error.message}", "Write int4:group64:bf16, say."
+        ) from error
 
 
 def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions) -> Calibration | None:
@@ -96,9 +129,45 @@ def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions) -> C
     """
     if not plan_needs_calibration(plan):
         return None
+    return read_calibration(source, asked)
+
+
+def read_calibration(source: str | Path, asked: QuantizeOptions) -> Calibration:
+    """The token windows that `asked` describes; see `calibration_for` for the errors."""
     tokenizer = load_tokenizer(source)
     text, name = read_text(asked.calibration_text, tokenizer)
     return Calibration(token_windows(tokenizer, text, asked.calibration_length, asked.calibration_windows), name)
+
+
+def prepare(
+    source: str | Path, asked: QuantizeOptions, device: str = "cpu", progress: Progress | None = None
+) -> tuple[Plan, Calibration | None]:
+    """The plan, and token windows where it needs them; a bit budget measures the model's sensitivity for it.
+
+    Args:
+        source: folder of an unquantized model.
+        asked: see `QuantizeOptions`.
+        device: where sensitivity is measured.
+        progress: called with the share of that work which each block is.
+
+    Raises:
+        FewbitError: anything that a user can mend; see `make_plan`, `plan_within` and `calibration_for`.
+    """
+    budget = asked.budget()
+    if budget is None:
+        plan = asked.plan(source)
+        return plan, calibration_for(source, plan, asked)
+    calibration = read_calibration(source, asked)
+    plan = plan_within(
+        Path(source),
+        asked.recipe(),
+        budget,
+        calibration.windows,
+        short_last_group=asked.short_last_group,
+        device=device,
+        progress=progress,
+    )
+    return plan, calibration
 
 
 def quantize(
@@ -137,8 +206,7 @@ def quantize(
         FewbitError: anything that a user can mend; see `fewbit.errors`.
     """
     asked = replace(QuantizeOptions(scheme, group_size, tuple(ignore)), **options)
-    plan = asked.plan(model)
-    calibration = calibration_for(model, plan, asked)
+    plan, calibration = prepare(model, asked, device)
     return quantize_checkpoint(
         model,
         output,

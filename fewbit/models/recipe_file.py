@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fewbit.errors import SchemeError
-from fewbit.models.export import RECIPE_FILE
+from fewbit.models.report_facts import RECIPE_FILE
 from fewbit.spec.recipe import Recipe
 
 
