@@ -68,6 +68,18 @@ EvaluationWindowLength = Annotated[int, typer.Option("--window-length", min=2, h
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
 ]
+Transforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transform",
+        help="Change the weights first so that they lose less: awq, smoothquant or rotation, "
+        "or NAME:SETTING=VALUE,...; may be repeated.",
+    ),
+]
+Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+Algorithm = Annotated[
+    str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
+]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
 Restart = Annotated[

@@ -24,6 +24,7 @@ from fewbit.models.inspect import natural_order
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.models.transforms.registry import of_recipe
 from fewbit.numerics import float_element
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
@@ -162,10 +163,17 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
+    apart = any(one.unties for one in of_recipe(recipe.transforms))
+    unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
+    if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
+        after += _embedding_bytes(stored, layers)  # the head gets a weight of its own
     parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
     largest = _largest_block(stored, layers)
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
+
+
+def _embedding_bytes(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
+    return sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.reason == "embedding")
 
 
 def written_format(name: str) -> CheckpointFormat:

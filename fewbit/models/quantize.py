@@ -23,6 +23,7 @@ from fewbit.models.pipeline import (
 )
 from fewbit.models.plan import Plan, make_plan
 from fewbit.models.texts import read_text
+from fewbit.models.transforms.registry import parse_transform
 from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import BUDGET_KEYS, kv_cache_preset, preset
@@ -41,6 +42,8 @@ class QuantizeOptions:
         effort: `fast`, `balanced` or `best`: which algorithm chooses the codes, where none is named.
         algorithm: what chooses the codes, by name.
         settings: the algorithm's own, by name.
+        transforms: equivalent transformations before the codes are chosen, in order: `awq`, `smoothquant`, `rotation`,
+            each `name` or `name:setting=value,setting=value`.
         short_last_group: whether a group size that does not divide K may leave a shorter last group.
         scale_rules: see `ScaleRules`.
         calibration_text: UTF-8 file for calibration, None for the built-in prose.
@@ -63,6 +66,7 @@ class QuantizeOptions:
     calibration_windows: int = CALIBRATION_WINDOWS
     calibration_length: int = CALIBRATION_LENGTH
     kv_cache: str | None = None
+    transforms: tuple[str, ...] = ()
     bits_per_weight: float | None = None
     fit: str | None = None
     context: int = 0
@@ -72,8 +76,8 @@ class QuantizeOptions:
         """The recipe that these options describe.
 
         Raises:
-            SchemeError: the scheme, the effort, the algorithm or a setting is unknown, or the scheme does not take a
-                group size.
+            SchemeError: the scheme, the effort, the algorithm, a transformation or a setting is unknown, or the scheme
+                does not take a group size.
         """
         scheme = preset(self.scheme).ignoring(self.ignore)
         if self.kv_cache is not None:
@@ -83,7 +87,10 @@ class QuantizeOptions:
                 raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")
             scheme = scheme.with_granularity(CHANNEL if self.group_size == -1 else group(self.group_size))
         chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
-        return Recipe(scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules)
+        transforms = tuple(parse_transform(text).record for text in self.transforms)
+        return Recipe(
+            scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules, transforms=transforms
+        )
 
     def budget(self) -> Budget | None:
         """The bit budget that these options describe, if they do.
