@@ -93,6 +93,13 @@ Device = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
 Backend = Annotated[str | None, typer.Option("--linear-backend", help="Use this kernel or backend and no other.")]
+KeyBackends = Annotated[
+    list[str] | None,
+    typer.Option("--backend", help="KEY=NAME: this kernel or backend for a family, preset or key: nvfp4=emulation."),
+]
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="Give a row the same bits whatever rows are beside it.")
+]
 DisableKernel = Annotated[list[str] | None, typer.Option("--disable-kernel", help="Never use this kernel.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse what would change numbers or contradicts the configuration.")
@@ -106,7 +113,9 @@ JoinMembers = Annotated[
 ]
 Mix = Annotated[
     list[str] | None,
-    typer.Option("--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1 by default."),
+    typer.Option(
+        "--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1:1 4096:0.01 by default."
+    ),
 ]
 
 

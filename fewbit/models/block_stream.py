@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from greenlet import greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,6 +15,7 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 from fewbit.models.kv_cache import CacheWatch
+from fewbit.models.passes import HeldPasses, LiveBytes, RepeatedPasses
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
 """Names of layers that read one input, and its statistics -> what their weights have become, [N, K] each."""
@@ -29,6 +29,7 @@ Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
 StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 """Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
+MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
@@ -43,6 +44,7 @@ class BlockStream:
         windows: int64 [count, length], on the device of what `filled` fills.
         batch: windows that pass together.
         reference: whether the states of the unquantized model are carried beside those of the quantized one.
+        most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
 
     Attributes:
         watch: sees what the block at hand would cache, while it is set.
@@ -55,8 +57,9 @@ class BlockStream:
         windows: Tensor,
         batch: int = 4,
         reference: bool = False,
+        most_held: int = MOST_HELD,
     ) -> None:
-        self.model, self.filled = model, filled
+        self.model, self.filled, self.most_held = model, filled, most_held
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
@@ -123,7 +126,8 @@ class BlockStream:
         Every batch is a forward pass that stops at each layer whose weight is not final yet. When all that will come
         by have stopped there, `solve` gets the statistics of what they brought, and they go on with the new weight. So
         a layer sees what the quantized layers before it, in this block too, really put out, and a block costs one
-        forward pass.
+        forward pass. Where what all of them hold while they stand would be more than `most_held` bytes, each is let go
+        of and begins anew for the next layer: the same operations on the same numbers, several times.
 
         Args:
             path: the block's, in the model.
@@ -133,35 +137,25 @@ class BlockStream:
         """
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            self.reference = [self._forward(block, path, index, state) for index, state in enumerate(self.reference)]
-            inputs = self._shared_inputs(block, path, layers)
-            passes = [_Pass(greenlet(self._forward), (block, path, index)) for index in range(len(self.states))]
-            solved: set[str] = set()
-
-            def stop(name: str, x: Tensor) -> None:
-                if name not in solved:
-                    greenlet.getcurrent().parent.switch((name, x))
-
-            with self._before_each(layers, stop):
-                for one in passes:
-                    one.resume()
-                while waiting := [one for one in passes if one.layer is not None]:
-                    stage = next(group for group in inputs if any(one.layer in group for one in waiting))
-                    arrived = [one for one in waiting if one.layer in stage]
-                    statistics = InputStatistics.empty(arrived[0].input.shape[-1], arrived[0].input.device)
-                    for one in arrived:
-                        statistics.add(one.input)
-                    for name, weight in solve(stage, statistics).items():
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            groups, held = self._shared_inputs(block, path, layers)
+            kind = RepeatedPasses if held * len(self.states) > self.most_held else HeldPasses
+            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups)
+            with self._before_each(layers, passes.stop):
+                while (group := passes.waiting()) is not None:
+                    statistics = passes.statistics(group)
+                    assert statistics is not None
+                    for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
-                    solved.update(stage)
-                    for one in arrived:
-                        one.resume()
+                    passes.final.update(groups[group])
             if refine is None:
-                self.states = [one.output for one in passes]
+                self.states = passes.outputs
                 return
             for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
                 self.model.get_submodule(layers[name]).weight.copy_(weight)
-            self.states = [self._forward(block, path, index) for index in range(len(self.states))]
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
 
     def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
@@ -195,54 +189,36 @@ class BlockStream:
             for handle in handles:
                 handle.remove()
 
-    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> list[list[str]]:
-        """Layers by the input they read, in the order in which one batch comes to them; then those it never meets."""
-        met: list[tuple[Tensor, list[str]]] = []
+    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
+        """What one batch shows of the block.
+
+        Returns:
+            Layers by the input they read, in the order in which the batch comes to them, then those it never meets; and
+            the largest number of bytes that the pass held when it came to a layer.
+        """
+        alive, held = LiveBytes(), 0
+        met: list[tuple[weakref.ref[Tensor], list[str]]] = []
 
         def meet(name: str, x: Tensor) -> None:
-            for tensor, names in met:
-                if tensor is x:
+            nonlocal held
+            for seen, names in met:
+                if seen() is x:
                     names.append(name)
                     return
-            met.append((x, [name]))
+            held = max(held, alive.live)
+            met.append((weakref.ref(x), [name]))
 
-        with self._before_each(layers, meet):
+        with self._before_each(layers, meet), alive:
             self._forward(block, path, 0)
         found = [names for _, names in met]
         known = {name for names in found for name in names}
-        return found + [[name] for name in layers if name not in known]
+        return found + [[name] for name in layers if name not in known], held
 
 
 def _state_of(output: Any) -> Tensor:
     """The hidden state of what a block returns: some return it with attention weights or caches."""
     state: Tensor = output[0] if isinstance(output, tuple) else output
     return state
-
-
-@dataclass
-class _Pass:
-    """One batch's forward pass through a block, stopped at a layer or finished.
-
-    Attributes:
-        layer: where it stands, None when it is through.
-        input: what that layer is about to read.
-        output: of the block, when it is through.
-    """
-
-    run: greenlet
-    arguments: tuple[Any, ...]
-    layer: str | None = None
-    input: Tensor = field(default_factory=lambda: torch.empty(0))
-    output: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def resume(self) -> None:
-        """Runs on to the next layer that is not solved, or to the end."""
-        result = self.run.switch(*self.arguments)
-        self.arguments = ()
-        if self.run.dead:
-            self.layer, self.output = None, result
-        else:
-            self.layer, self.input = result
 
 
 class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early

@@ -1,62 +1,30 @@
-"""The one loop that quantizes a checkpoint: block by block, one block's weights and one shard in memory."""
+"""Quantizing a checkpoint from a plan: the loop over its blocks, then the export; stopped, it goes on."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fewbit.algorithms.interface import Algorithm, BlockTask, LayerResult, LayerTask
 from fewbit.algorithms.registry import algorithm
-from fewbit.algorithms.statistics import InputStatistics
-from fewbit.checkpoints.dtypes import nbytes
-from fewbit.checkpoints.interface import CheckpointFormat
-from fewbit.checkpoints.kv_scales import attention_modules
-from fewbit.checkpoints.registry import formats
-from fewbit.checkpoints.tensor_files import TensorFolder, by_module
-from fewbit.checkpoints.unit_folder import FinishedUnit
 from fewbit.checkpoints.work_folder import WorkFolder, work_folder
-from fewbit.errors import CheckpointError, ModelError, SchemeError
-from fewbit.models.block_stream import BlockStream, Output
+from fewbit.errors import ModelError, SchemeError
+from fewbit.models.block_loop import Run, plan_needs_calibration
 from fewbit.models.calibration import Calibration
 from fewbit.models.export import report_of, write_config, write_output
-from fewbit.models.families import blocks_of, joined_members
-from fewbit.models.fill import PartialModel
 from fewbit.models.fingerprint import fingerprint_of
-from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
-from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.outcome import InputSeen, outcome_of
-from fewbit.models.plan import Plan, PlannedLayer
-from fewbit.models.replace import tensor_slot
+from fewbit.models.plan import Plan
 from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report_files import write_report
-from fewbit.models.statistics import BlockStatistics, StatisticsStore
-from fewbit.models.written import LayerWriter, WrittenLayer
-from fewbit.numerics.activations import needs_calibration, static_input_scales
-from fewbit.numerics.ranges import global_scale_of
-from fewbit.packing.registry import dequantize_record
-from fewbit.spec.recipe import Recipe
+from fewbit.models.statistics import StatisticsStore
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
 CALIBRATION_LENGTH = 512
-
-
-def plan_needs_calibration(plan: Plan) -> bool:
-    """Whether the plan's algorithm or keys need activations."""
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
-        return True
-    keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
-    return any(needs_calibration(key) for key in keys)
 
 
 def quantize_checkpoint(
@@ -98,13 +66,13 @@ def quantize_checkpoint(
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
     started, source = time.monotonic(), Path(source)
-    store = _statistics(source, plan, calibration, device, keep_statistics)
     earlier, report_file = WorkFolder(output), Path(output) / REPORT_FILE
     if earlier.is_published() and report_file.is_file():  # all that was left to an earlier run was to clear up
         earlier.remove()
         return json.loads(report_file.read_text()) | {"seconds": 0.0}
     with work_folder(output, restart) as work:
-        run = _Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
+        store = _statistics(source, plan, calibration, device, keep_statistics)
+        run = Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
         recipe = run.recipe()
         fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
@@ -134,256 +102,3 @@ def _statistics(
     store = StatisticsStore(folder)
     store.complete(source, calibration, device)
     return store
-
-
-class _Run:
-    """The state of one pass over a checkpoint.
-
-    Attributes:
-        units: stored tensors by the block they belong to, in order; the key of those outside every block is empty.
-    """
-
-    def __init__(
-        self,
-        source: Path,
-        plan: Plan,
-        calibration: Calibration | None,
-        progress: Progress,
-        device: torch.device,
-        store: StatisticsStore | None = None,
-    ) -> None:
-        self.store = store
-        self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
-        self.folder = TensorFolder(source)
-        self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
-        self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
-        self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
-        config = read_config(source)
-        # Few CPUs multiply 16-bit floats as fast as float32.
-        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
-        self.partial = PartialModel(self.model, self.folder, device)
-        self.joined = joined_members(self.model)
-        self.shared: dict[tuple[str, ...], Tensor] = {}
-        self.seen: dict[str, InputStatistics] = {}  # inputs of the layers of the block at hand
-        self.cache_key = plan.recipe.scheme.kv_cache
-        self.watch = CacheWatch()
-        self.writer = LayerWriter(self.checkpoint, plan)
-        self.units = self._units()
-
-    def quantize(self, work: WorkFolder) -> None:
-        """Finishes every unit that is not: what is outside the blocks first, then block by block.
-
-        Calibration is carried through the finished blocks once more, with the weights that they were given: a forward
-        pass each, which costs less than to keep the states of all windows on disk after every block.
-        """
-        finished = work.finished()
-        stream = self._stream() if finished < len(self.units) else None
-        for number, (block, names) in enumerate(self.units.items()):
-            if number >= finished:
-                work.add(*self._unit(stream, block))
-            elif stream is not None and block:
-                stream.replay(block, self._finished_weights(block, work.unit(number)))
-            self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
-
-    def _unit(self, stream: BlockStream | None, block: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of a unit that differ from the source's, by their names on disk, and the facts about them.
-
-        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`.
-        """
-        written: Mapping[str, WrittenLayer] = {}
-        if block and self.store is not None:
-            written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
-        elif block and stream is not None:
-            written = self._through(stream, block)
-        tensors: dict[str, Tensor] = {}
-        made: dict[str, list[str]] = {}
-        outcomes = []
-        for name in self.units[block]:
-            layer = self.layers.get(name.removesuffix(".weight"))
-            if layer is None or name != f"{layer.name}.weight":
-                continue
-            own = (
-                written[layer.name]
-                if layer.name in written
-                else self._written(self._quantize([layer.name], None))[layer.name]
-            )
-            found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
-            tensors |= found
-            made[name] = list(found)
-            outcomes.append(vars(outcome_of(layer, self.folder.load(name), own, self._input_seen(layer))))
-        scales = dict(self._cache_scales(block)) if block else {}
-        return tensors | scales, {"made": made, "added": list(scales), "outcomes": outcomes}
-
-    def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
-        """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
-        for name, layer in self.layers.items() if self.algorithm.needs_gram else ():
-            if layer.block == block:
-                stored = {
-                    tensor.removeprefix(f"{name}."): unit.tensors.load(tensor)
-                    for tensor in unit.facts["made"][f"{name}.weight"]
-                }
-                record = self.writer.read(layer, stored).to(self.device)
-                yield self.partial.destinations.module(name), dequantize_record(record)
-
-    def _written(self, results: Mapping[str, LayerResult]) -> dict[str, WrittenLayer]:
-        return {name: self.writer.write(self.layers[name], result) for name, result in results.items()}
-
-    def _units(self) -> dict[str, list[str]]:
-        """See the head of the class."""
-        units: dict[str, list[str]] = {"": []} | {path: [] for path in blocks_of(self.model)}
-        prefixes = {f"{path}.": path for path in units if path}
-        for name in sorted(self.folder.headers):
-            target = self.partial.destinations.tensor(name)
-            units[next((path for prefix, path in prefixes.items() if target.startswith(prefix)), "")].append(name)
-        return units
-
-    def _stream(self) -> BlockStream | None:
-        if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
-            return None
-        windows = self.calibration.windows.to(self.device)
-        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
-
-    def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
-        """Carries calibration through a block and quantizes its layers by what it shows.
-
-        An algorithm that works on Gram matrices sees what the quantized layers before each layer put out; for static
-        activation scales alone the block runs as it is.
-        """
-        inside = {
-            name: self.partial.destinations.module(name) for name, layer in self.layers.items() if layer.block == block
-        }
-        written: dict[str, WrittenLayer] = {}
-        self.seen = seen = {}
-        stream.watch = self.watch = CacheWatch()
-
-        def finish(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
-            found = self._written(results)
-            written.update(found)
-            return {name: one.weight(self.device) for name, one in found.items()}
-
-        def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
-            results = self._quantize(names, statistics)
-            seen.update(dict.fromkeys(names, statistics))
-            return finish(results)
-
-        def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
-            tasks = {name: self._task(self.layers[name], statistics) for name, statistics in seen.items()}
-            results = {name: one.result for name, one in written.items()}
-            refined = self.algorithm.refine(BlockTask(tasks, results, len(stream.states), output, target))
-            return finish({name: self._with_input_scale(tasks[name], result) for name, result in refined.items()})
-
-        if self.algorithm.refines_blocks:
-            stream.solve(block, inside, solve, refine)
-        elif self.algorithm.needs_gram:
-            stream.solve(block, inside, solve)
-        else:
-            seen.update(stream.gather(block, inside))
-            for name, statistics in seen.items():
-                written |= self._written(self._quantize([name], statistics))
-        return written
-
-    def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
-        """Quantizes the layers of a block by statistics that were kept."""
-        written: dict[str, WrittenLayer] = {}
-        self.watch = CacheWatch(block.cache)
-        self.seen = {name: statistics for name, statistics in block.inputs.items() if name in self.layers}
-        for names, statistics in block.groups:
-            chosen = [name for name in names if name in self.layers]
-            written |= self._written(self._quantize(chosen, statistics)) if chosen else {}
-        return written
-
-    def _cache_scales(self, block: str) -> Iterator[tuple[str, Tensor]]:
-        """The static scales of the block's key-value cache, by their names on disk."""
-        if self.cache_key is None or not needs_calibration(self.cache_key):
-            return
-        place = self.partial.destinations.module
-        modules = [name for name in by_module(self.folder.headers) if place(name).startswith(f"{block}.")]
-        for attention in attention_modules(modules):
-            for side in ("k", "v"):
-                scale = self.watch.scale(side, self.cache_key)
-                if scale is None:
-                    raise ModelError(f"{attention} caches nothing that can be seen.", "Leave the KV cache unquantized.")
-                yield self.checkpoint.cache_scale(attention, side), scale
-
-    def _input_seen(self, layer: PlannedLayer) -> InputSeen:
-        """How many calibration tokens reached a layer, and what was done where none did."""
-        if self.calibration is None or not layer.block or not plan_needs_calibration(self.plan):
-            return InputSeen()
-        own = self.seen.get(layer.name)
-        if own is not None and own.tokens:
-            return InputSeen(own.tokens)
-        note = "no calibration token reached it"
-        if layer.key is None or not needs_calibration(layer.key.activation):
-            return InputSeen(0, note)
-        source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
-        return InputSeen(0, f"{note}; its activation scale is from {source}")
-
-    def _of_siblings(self, name: str) -> InputStatistics:
-        """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""
-        place = _EXPERT.sub(".experts.*.", name)
-        return InputStatistics.of_siblings(
-            other for sibling, other in self.seen.items() if _EXPERT.sub(".experts.*.", sibling) == place
-        )
-
-    def _quantize(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
-        """Layers that read one input, by name."""
-        tasks = [self._task(self.layers[name], statistics) for name in names]
-        try:
-            found = self.algorithm.quantize_layers(tasks)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{', '.join(names)}: {error}.", "Repair the source model or ignore these layers."
-            ) from error
-        return {task.name: self._with_input_scale(task, result) for task, result in zip(tasks, found, strict=True)}
-
-    def _task(self, layer: PlannedLayer, statistics: InputStatistics | None) -> LayerTask:
-        assert layer.key is not None
-        weight = self.folder.load(f"{layer.name}.weight").to(self.device)
-        shared = self._shared_scale(layer)
-        shared = None if shared is None else shared.to(self.device)
-        return LayerTask(layer.name, weight, layer.key, self.plan.recipe.scale_rules, shared, statistics)
-
-    def _with_input_scale(self, task: LayerTask, result: LayerResult) -> LayerResult:
-        """The result with the static scale of its activation, where its key has one."""
-        if task.key.activation is None or not needs_calibration(task.key.activation):
-            return result
-        found = task.statistics
-        if (found is None or not found.tokens) and _EXPERT.search(task.name):
-            found = self._of_siblings(task.name)
-        elif found is None or not found.tokens:
-            raise ModelError(
-                f"No calibration token reached {task.name}, and its activation scale cannot be known.",
-                "Ignore this layer, or choose a scheme with dynamic activation scales.",
-            )
-        scales = static_input_scales(found.largest, task.key.activation)
-        return replace(result, record=result.record.with_tensors(**scales))
-
-    def _shared_scale(self, layer: PlannedLayer) -> Tensor | None:
-        """The second-level scale that the members of a joined matrix share; None where the layer has its own."""
-        assert layer.key is not None
-        members = self.joined.get(layer.name, ())
-        if layer.key.weight.global_scale is None or not members:
-            return None
-        if members not in self.shared:
-            largest = torch.stack([self.folder.load(f"{name}.weight").abs().amax().float() for name in members]).amax()
-            self.shared[members] = global_scale_of(largest.reshape(1, 1), layer.key.weight)
-        return self.shared[members]
-
-    def config(self) -> dict[str, Any]:
-        """The `quantization_config` to write."""
-        keys = {name: layer.key for name, layer in self.layers.items()}
-        config = self.checkpoint.config(keys, self.plan.plain)
-        return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
-
-    def recipe(self) -> Recipe:
-        """The plan's recipe with what calibration used."""
-        used = plan_needs_calibration(self.plan) or self.plan.budget is not None
-        record = self.calibration.record() if self.calibration and used else None
-        if record is not None:
-            record["inputs"] = "as quantized layers put them out" if self.store is None else "of the unquantized model"
-        return Recipe(**{**vars(self.plan.recipe), "calibration": record})
-
-    def kept(self) -> list[str]:
-        """The tensors that the model class does not build; they are written as they were."""
-        place = self.partial.destinations.tensor
-        return sorted(name for name in self.folder.headers if tensor_slot(self.model, place(name)) is None)

@@ -13,6 +13,7 @@ from fewbit.algorithms.effort import algorithm_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.output import parse_size
 from fewbit.errors import SchemeError
+from fewbit.models.block_loop import plan_needs_calibration
 from fewbit.models.budget import Budget, plan_within
 from fewbit.models.calibration import Calibration, calibration_windows, load_tokenizer
 from fewbit.models.load import Progress
@@ -20,7 +21,6 @@ from fewbit.models.pipeline import (
     CALIBRATION_LENGTH,
     CALIBRATION_WINDOWS,
     DEFAULT_SHARD_BYTES,
-    plan_needs_calibration,
     quantize_checkpoint,
 )
 from fewbit.models.plan import Plan, make_plan

@@ -1,9 +1,9 @@
 """Statistics of the inputs of a model's layers: gathered block by block in one pass, and kept on disk for later runs.
 
 They come from the unquantized model: a layer's input is what the layers before it put out as they are. A run that
-quantizes while it carries calibration on ("true sequential") shows each layer what the quantized ones before it put out,
-which is better by a little and good for that run only; one pass over the unquantized model serves every algorithm and
-every width.
+quantizes while it carries calibration on ("true sequential") shows each layer what the quantized ones before it put
+out, which is better by a little and good for that run only; one pass over the unquantized model serves every algorithm
+and every width.
 """
 
 from __future__ import annotations
