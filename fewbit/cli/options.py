@@ -39,7 +39,14 @@ KvCache = Annotated[
 CalibrationText = Annotated[
     str | None,
     typer.Option(
-        "--calibration-text", help="Text for calibration, .txt, .jsonl or .parquet; built-in prose by default."
+        "--calibration-text",
+        help="Text for calibration: .txt, .jsonl, .parquet, or hub:NAME[:CONFIG[:SPLIT]]; built-in prose by default.",
+    ),
+]
+SelfSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--self-samples", min=0, help="Calibration windows that the model writes itself; some where no text is given."
     ),
 ]
 CalibrationWindows = Annotated[

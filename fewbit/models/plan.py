@@ -253,13 +253,16 @@ def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
 def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat, short_last_group: bool) -> None:
     uneven = [layer for layer in layers if layer.key and leaves_short_group(layer)]
     if uneven and not short_last_group:
-        raise _uneven_groups(uneven)
+        raise _uneven_groups(uneven, held=all(_refusal(checkpoint, layer) is None for layer in uneven))
     for layer in layers:
-        if layer.key is None or layer in uneven:
-            continue
-        reason = checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
+        reason = _refusal(checkpoint, layer)
         if reason:
-            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", "Ignore it.")
+            hint = "Choose a group size that divides it." if layer in uneven else "Ignore it."
+            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", hint)
+
+
+def _refusal(checkpoint: CheckpointFormat, layer: PlannedLayer) -> str | None:
+    return None if layer.key is None else checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
 
 
 def leaves_short_group(layer: PlannedLayer) -> bool:
@@ -270,7 +273,8 @@ def leaves_short_group(layer: PlannedLayer) -> bool:
     return granularity.kind == "group" and not own and layer.shape[1] % granularity.columns != 0
 
 
-def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
+def _uneven_groups(uneven: list[PlannedLayer], held: bool) -> ShapeError:
+    """What to say of groups that do not divide K; `held` is whether the format holds a shorter last one."""
     assert uneven[0].key is not None
     size = uneven[0].key.weight.granularity.columns
     by_columns: dict[int, list[str]] = {}
@@ -283,10 +287,12 @@ def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
     )
     fitting = [smaller for smaller in (128, 64, 32, 16) if all(columns % smaller == 0 for columns in by_columns)]
     offers = [f"--group-size {smaller}" for smaller in fitting if smaller < size]
-    offers += ["--group-size -1 (one scale per channel)", "--short-last-group (fewbit reads it, other readers may not)"]
+    offers.append("--group-size -1 (one scale per channel)")
+    if held:
+        offers.append("--short-last-group (fewbit reads it, other readers may not)")
     return ShapeError(
         f"Group size {size} does not divide the input features of {len(uneven)} layers: {found}.",
-        f"Use {', '.join(offers[:-1])} or {offers[-1]}.",
+        f"Use {' or '.join(filter(None, [', '.join(offers[:-1]), offers[-1]]))}.",
     )
 
 
