@@ -43,7 +43,14 @@ KvCache = Annotated[
 CalibrationText = Annotated[
     str | None,
     typer.Option(
-        "--calibration-text", help="Text for calibration, .txt, .jsonl or .parquet; built-in prose by default."
+        "--calibration-text",
+        help="Text for calibration: .txt, .jsonl, .parquet, or hub:NAME[:CONFIG[:SPLIT]]; built-in prose by default.",
+    ),
+]
+SelfSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--self-samples", min=0, help="Calibration windows that the model writes itself; some where no text is given."
     ),
 ]
 CalibrationWindows = Annotated[
@@ -71,6 +78,18 @@ EvaluationWindows = Annotated[int, typer.Option("--windows", min=1, help="How ma
 EvaluationWindowLength = Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
+]
+Transforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transform",
+        help="Change the weights first so that they lose less: awq, smoothquant or rotation, "
+        "or NAME:SETTING=VALUE,...; may be repeated.",
+    ),
+]
+Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+Algorithm = Annotated[
+    str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
 ]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]

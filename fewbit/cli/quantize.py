@@ -34,8 +34,10 @@ def quantize(
     calibration_text: options.CalibrationText = None,
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
+    self_samples: options.SelfSamples = None,
     embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
+    transform: options.Transforms = None,
     bits_per_weight: options.BitsPerWeight = None,
     fit: options.Fit = None,
     context: options.Context = 0,
@@ -67,8 +69,10 @@ def quantize(
         calibration_text=calibration_text,
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
+        self_samples=self_samples,
         embeddings=embeddings,
         kv_cache=kv_cache,
+        transforms=tuple(transform or ()),
         bits_per_weight=bits_per_weight,
         fit=fit,
         context=context,
@@ -86,6 +90,7 @@ def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float 
     if json:
         print_json(report | {"output": str(output)})
         return
+    _print_transforms(report["transforms"])
     _print_outcome(report)
     for caution in report["cautions"]:
         console.print(f"[yellow]Note:[/] {caution}")
@@ -132,6 +137,18 @@ def print_budget(budget: Mapping[str, Any]) -> None:
         f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "
         f"{budget['predicted_kl']:.5f} nats; {chosen}."
     )
+
+
+def _print_transforms(entries: list[dict[str, Any]]) -> None:
+    for name in dict.fromkeys(entry["transform"] for entry in entries):
+        own = [entry for entry in entries if entry["transform"] == name]
+        scaled = [entry for entry in own if "loss_before" in entry and entry["choice"] != "none"]
+        tried = sum("choice" in entry and "block" in entry for entry in own)
+        if tried:
+            console.print(f"{name}: {len(scaled)} of {tried} mappings scaled.")
+        for entry in own:
+            if "block" not in entry:
+                console.print(f"{name}: {entry['what']} rotated ({entry['choice']}).")
 
 
 def _print_outcome(report: dict[str, Any]) -> None:

@@ -120,6 +120,19 @@ class BlockStream:
             for index in range(len(self.states)):
                 self.states[index] = self._forward(block, path, index)
 
+    def observe(self, path: str, layers: Mapping[str, str], see: Callable[[str, Tensor], None]) -> None:
+        """Runs the block at `path` as it is on all states, which stay where they are.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a module, whatever the caller calls it -> its path in the model.
+            see: gets the name and the input of each of them before it runs.
+        """
+        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+            block = self.model.get_submodule(path)
+            for index in range(len(self.states)):
+                self._forward(block, path, index)
+
     def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
         """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
 

@@ -74,14 +74,15 @@ def quantize_checkpoint(
         store = _statistics(source, plan, calibration, device, keep_statistics)
         run = Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
         recipe = run.recipe()
-        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
+        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder.source, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
         run.quantize(work)
         with work.staged() as staging:
-            written, outcomes = write_output(run.folder, list(run.units.values()), work, staging, max_shard_bytes)
+            units = list(run.units.values())
+            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
             write_config(source, staging, run.config(), plan.unties)
             (staging / RECIPE_FILE).write_text(recipe.to_json())
-            report = report_of(plan, recipe, outcomes, run.kept(), written)
+            report = report_of(plan, recipe, facts, run.kept(), written)
             write_report(staging, report)
     return report | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -98,6 +99,10 @@ def _statistics(
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
         )
     store = StatisticsStore(folder)
     store.complete(source, calibration, device)

@@ -24,6 +24,7 @@ from fewbit.models.inspect import natural_order
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.models.transforms.registry import of_recipe
 from fewbit.numerics import float_element
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
@@ -165,7 +166,10 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
+    apart = any(one.unties for one in of_recipe(recipe.transforms))
+    unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
+    if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
+        after += _embedding_bytes(stored, layers)  # the head gets a weight of its own
     parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
     largest = _largest_block(stored, layers)
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
@@ -188,6 +192,10 @@ def stated_config(checkpoint: CheckpointFormat, layers: Iterable[PlannedLayer], 
             "Leave the embedding as it is, or write compressed-tensors.",
         )
     return checkpoint.with_embeddings(config, embeddings)
+
+
+def _embedding_bytes(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
+    return sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.embedding)
 
 
 def written_format(name: str) -> CheckpointFormat:
@@ -277,13 +285,16 @@ def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
 def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat, short_last_group: bool) -> None:
     uneven = [layer for layer in layers if layer.key and leaves_short_group(layer)]
     if uneven and not short_last_group:
-        raise _uneven_groups(uneven)
+        raise _uneven_groups(uneven, held=all(_refusal(checkpoint, layer) is None for layer in uneven))
     for layer in layers:
-        if layer.key is None or layer in uneven:
-            continue
-        reason = checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
+        reason = _refusal(checkpoint, layer)
         if reason:
-            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", "Ignore it.")
+            hint = "Choose a group size that divides it." if layer in uneven else "Ignore it."
+            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", hint)
+
+
+def _refusal(checkpoint: CheckpointFormat, layer: PlannedLayer) -> str | None:
+    return None if layer.key is None else checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
 
 
 def leaves_short_group(layer: PlannedLayer) -> bool:
@@ -294,7 +305,8 @@ def leaves_short_group(layer: PlannedLayer) -> bool:
     return granularity.kind == "group" and not own and layer.shape[1] % granularity.columns != 0
 
 
-def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
+def _uneven_groups(uneven: list[PlannedLayer], held: bool) -> ShapeError:
+    """What to say of groups that do not divide K; `held` is whether the format holds a shorter last one."""
     assert uneven[0].key is not None
     size = uneven[0].key.weight.granularity.columns
     by_columns: dict[int, list[str]] = {}
@@ -307,10 +319,12 @@ def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
     )
     fitting = [smaller for smaller in (128, 64, 32, 16) if all(columns % smaller == 0 for columns in by_columns)]
     offers = [f"--group-size {smaller}" for smaller in fitting if smaller < size]
-    offers += ["--group-size -1 (one scale per channel)", "--short-last-group (fewbit reads it, other readers may not)"]
+    offers.append("--group-size -1 (one scale per channel)")
+    if held:
+        offers.append("--short-last-group (fewbit reads it, other readers may not)")
     return ShapeError(
         f"Group size {size} does not divide the input features of {len(uneven)} layers: {found}.",
-        f"Use {', '.join(offers[:-1])} or {offers[-1]}.",
+        f"Use {' or '.join(filter(None, [', '.join(offers[:-1]), offers[-1]]))}.",
     )
 
 
