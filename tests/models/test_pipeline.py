@@ -245,7 +245,7 @@ def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fewbit.checkpoints.output.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         quantize(source, tmp_path / "q", "W4A16", group_size=32)
     assert list(tmp_path.iterdir()) == []
