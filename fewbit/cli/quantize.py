@@ -21,10 +21,8 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
-    ] = None,
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -37,6 +35,7 @@ def quantize(
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
     keep_statistics: options.KeepStatistics = None,
+    calibration_memory: options.CalibrationMemory = "16GB",
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
@@ -62,7 +61,8 @@ def quantize(
         kv_cache=kv_cache,
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
+    _carry_out(model, output, asked, json, **how, **sizes)
 
 
 def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:

@@ -20,7 +20,7 @@ from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.checkpoints.unit_folder import FinishedUnit
 from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.errors import ModelError
-from fewbit.models.block_stream import BlockStream, Output
+from fewbit.models.block_stream import MOST_HELD, BlockStream, Output
 from fewbit.models.calibration import Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
@@ -61,8 +61,9 @@ class Run:
         progress: Progress,
         device: torch.device,
         store: StatisticsStore | None = None,
+        most_held: int = MOST_HELD,
     ) -> None:
-        self.store = store
+        self.store, self.most_held = store, most_held
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
@@ -145,7 +146,8 @@ class Run:
         if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
             return None
         windows = self.calibration.windows.to(self.device)
-        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
+        tunes = self.algorithm.refines_blocks
+        return BlockStream(self.model, self.partial.filled, windows, reference=tunes, most_held=self.most_held)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
         """Carries calibration through a block and quantizes its layers by what it shows.

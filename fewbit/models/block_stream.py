@@ -27,6 +27,7 @@ Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
 """Output, and index of a batch -> output of the unquantized model -> what the weights of all layers have become."""
 
 
+BATCH = 4
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
@@ -53,7 +54,7 @@ class BlockStream:
         model: PreTrainedModel,
         filled: Callable[[str], Any],
         windows: Tensor,
-        batch: int = 4,
+        batch: int = BATCH,
         reference: bool = False,
         most_held: int = MOST_HELD,
     ) -> None:

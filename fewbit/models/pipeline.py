@@ -13,6 +13,7 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.block_loop import Run, plan_needs_calibration
+from fewbit.models.block_stream import MOST_HELD
 from fewbit.models.calibration import Calibration
 from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
 from fewbit.models.fingerprint import fingerprint_of
@@ -36,6 +37,7 @@ def quantize_checkpoint(
     device: str = "cpu",
     restart: bool = False,
     keep_statistics: str | Path | None = None,
+    calibration_memory: int = MOST_HELD,
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -51,6 +53,8 @@ def quantize_checkpoint(
         restart: whether what an earlier run has finished is thrown away.
         keep_statistics: folder for the statistics of the unquantized model's layers, gathered unless they are there;
             layers are then quantized by these, and no hidden states are carried through quantized layers.
+        calibration_memory: bytes of activations that may be held between the layers of a block; beyond, they are
+            computed again, with the same result.
 
     Returns:
         The report, which is also written to `quantization_report.json`, and the seconds that this call took.
@@ -70,7 +74,8 @@ def quantize_checkpoint(
         return json.loads(report_file.read_text()) | {"seconds": 0.0}
     with work_folder(output, restart) as work:
         store = _statistics(source, plan, calibration, device, keep_statistics)
-        run = Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
+        tell = progress or (lambda _: None)
+        run = Run(source, plan, calibration, tell, torch.device(device), store, calibration_memory)
         recipe = run.recipe()
         fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")

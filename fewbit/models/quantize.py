@@ -11,6 +11,7 @@ from fewbit.algorithms.effort import algorithm_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
 from fewbit.models.block_loop import plan_needs_calibration
+from fewbit.models.block_stream import MOST_HELD
 from fewbit.models.calibration import Calibration, load_tokenizer, token_windows
 from fewbit.models.load import Progress
 from fewbit.models.pipeline import (
@@ -106,6 +107,7 @@ def quantize(
     device: str = "cpu",
     restart: bool = False,
     keep_statistics: str | Path | None = None,
+    calibration_memory: int = MOST_HELD,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
@@ -120,7 +122,7 @@ def quantize(
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
         restart: whether what an earlier run, stopped, has finished is thrown away.
-        keep_statistics: see `quantize_checkpoint`.
+        keep_statistics, calibration_memory: see `quantize_checkpoint`.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -142,4 +144,5 @@ def quantize(
         device=device,
         restart=restart,
         keep_statistics=keep_statistics,
+        calibration_memory=calibration_memory,
     )
