@@ -12,6 +12,7 @@ from fewbit.cli.output import console, print_json, progress, quiet_libraries, si
 
 if TYPE_CHECKING:
     from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.ranks import Ranks
 
 
 def quantize(
@@ -42,6 +43,7 @@ def quantize(
     quiet_libraries()
     from fewbit.checkpoints.output import parse_size
     from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.ranks import joined
     from fewbit.spec.recipe import ScaleRules
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
@@ -60,20 +62,24 @@ def quantize(
         calibration_length=calibration_length,
         kv_cache=kv_cache,
     )
-    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
+    how = {"restart": restart, "keep_statistics": keep_statistics}
     sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
-    _carry_out(model, output, asked, json, **how, **sizes)
+    with joined(device) as ranks:
+        _carry_out(model, output, asked, ranks, json, **how, **sizes)
 
 
-def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:
+def _carry_out(model: Path, output: Path, asked: QuantizeOptions, ranks: Ranks, json: bool, **how: Any) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
     from fewbit.models.pipeline import quantize_checkpoint
     from fewbit.models.quantize import calibration_for
 
     made = asked.plan(model)
-    calibration = calibration_for(model, made, asked)
-    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
-        report = quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
+    how |= {"calibration": calibration_for(model, made, asked), "device": ranks.device, "ranks": ranks}
+    quiet = json or not ranks.writes
+    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=quiet) as advance:
+        report = quantize_checkpoint(model, output, made, progress=advance, **how)
+    if not ranks.writes:
+        return
     if json:
         print_json(report | {"output": str(output)})
         return

@@ -19,6 +19,7 @@ from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_conf
 from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.load import Progress
 from fewbit.models.plan import Plan
+from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.statistics import StatisticsStore
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -38,6 +39,7 @@ def quantize_checkpoint(
     restart: bool = False,
     keep_statistics: str | Path | None = None,
     calibration_memory: int = MOST_HELD,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -55,11 +57,14 @@ def quantize_checkpoint(
             layers are then quantized by these, and no hidden states are carried through quantized layers.
         calibration_memory: bytes of activations that may be held between the layers of a block; beyond, they are
             computed again, with the same result.
+        ranks: the processes that do this together, from `ranks.joined`; all make this call.
 
     Returns:
-        The report, which is also written to `quantization_report.json`, and the seconds that this call took.
+        The report, which is also written to `quantization_report.json`, and the seconds that this call took; nothing in
+        processes that do not write.
 
     Raises:
+        SchemeError: the algorithm cannot do with kept statistics, or with several processes.
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
         CheckpointError: a weight holds NaN or infinity.
         OutputError: the output exists or cannot be written, or what an earlier run has finished of it was made from
@@ -67,18 +72,24 @@ def quantize_checkpoint(
     """
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
+    _check_shared(plan, keep_statistics, ranks)
     started, source = time.monotonic(), Path(source)
-    earlier, report_file = WorkFolder(output), Path(output) / REPORT_FILE
-    if earlier.is_published() and report_file.is_file():  # all that was left to an earlier run was to clear up
-        earlier.remove()
-        return json.loads(report_file.read_text()) | {"seconds": 0.0}
+    earlier = ranks.first(_published(output) if ranks.writes else None)
+    if earlier is not None:
+        return earlier | {"seconds": 0.0}
+    made_for = (source, plan, calibration, progress or (lambda _: None), torch.device(device))
+    if not ranks.writes:
+        ranks.first(None)  # the work folder has been begun
+        Run(*made_for, most_held=calibration_memory, ranks=ranks).quantize(WorkFolder(output))
+        return {}
     with work_folder(output, restart) as work:
         store = _statistics(source, plan, calibration, device, keep_statistics)
-        tell = progress or (lambda _: None)
-        run = Run(source, plan, calibration, tell, torch.device(device), store, calibration_memory)
+        run = Run(*made_for, store=store, most_held=calibration_memory, ranks=ranks)
         recipe = run.recipe()
-        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
+        fingerprint = {"recipe": json.loads(recipe.to_json()), "processes": ranks.count}
+        fingerprint |= fingerprint_of(run.folder, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
+        ranks.first(None)
         run.quantize(work)
         with work.staged() as staging:
             written, outcomes = write_output(run.folder, list(run.units.values()), work, staging, max_shard_bytes)
@@ -87,6 +98,27 @@ def quantize_checkpoint(
             report = report_of(plan, recipe, outcomes, run.kept(), written)
             (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
     return report | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _published(output: str | Path) -> dict[str, Any] | None:
+    """The report of an earlier run to which all that was left was to clear up; None where there was none."""
+    work, report = WorkFolder(output), Path(output) / REPORT_FILE
+    if not work.is_published() or not report.is_file():
+        return None
+    work.remove()
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def _check_shared(plan: Plan, keep_statistics: str | Path | None, ranks: Ranks) -> None:
+    if ranks.count == 1:
+        return
+    if keep_statistics is not None:
+        raise SchemeError("Kept statistics are gathered by one process.", "Start it without torchrun.")
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+        raise SchemeError(
+            f"{plan.recipe.algorithm} tunes blocks in one process.", "Start it without torchrun, or use gptq."
+        )
 
 
 def _statistics(

@@ -21,6 +21,7 @@ from fewbit.models.pipeline import (
     quantize_checkpoint,
 )
 from fewbit.models.plan import Plan, make_plan
+from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.texts import read_text
 from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.presets import kv_cache_preset, preset
@@ -108,6 +109,7 @@ def quantize(
     restart: bool = False,
     keep_statistics: str | Path | None = None,
     calibration_memory: int = MOST_HELD,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
@@ -122,7 +124,7 @@ def quantize(
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
         restart: whether what an earlier run, stopped, has finished is thrown away.
-        keep_statistics, calibration_memory: see `quantize_checkpoint`.
+        keep_statistics, calibration_memory, ranks: see `quantize_checkpoint`.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -145,4 +147,5 @@ def quantize(
         restart=restart,
         keep_statistics=keep_statistics,
         calibration_memory=calibration_memory,
+        ranks=ranks,
     )
