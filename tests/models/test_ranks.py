@@ -64,18 +64,22 @@ def test_two_processes_do_what_one_does(source: Path, by_two: Path, tmp_path: Pa
     assert verify(by_two, source).passed
     one, two = (load_file(folder / "model.safetensors") for folder in (tmp_path / "one", by_two))
     assert one.keys() == two.keys()
-    # A number that lies near the middle between two codes may fall to either, and others make good for it.
-    packed = [name for name in one if name.endswith("weight_packed")]
+    # A number near the middle between two codes may fall to either, a token near two experts to either: later layers
+    # then see other inputs, and may get other codes that do as well.
+    packed = [name for name in one if name.startswith("model.layers.0") and name.endswith("weight_packed")]
     differing = sum(int((one[name] != two[name]).sum()) for name in packed)
-    assert differing < 0.05 * sum(one[name].numel() for name in packed)
+    assert len(packed) == 16 and differing < 0.01 * sum(one[name].numel() for name in packed)
     for name in (name for name in one if name.endswith(("k_scale", "v_scale"))):
         assert torch.allclose(one[name].float(), two[name].float(), rtol=0.02), name
     quantized = [load(folder, device="cpu", dtype=torch.float32) for folder in (tmp_path / "one", by_two)]
     base = load(source, device="cpu", dtype=torch.float32)
     ids = torch.arange(64).reshape(2, 32)
     assert divergence(quantized[0], quantized[1], ids).mean_kl < 0.2 * divergence(quantized[0], base, ids).mean_kl
-    tokens = [json.loads((f / "quantization_report.json").read_text())["layers"] for f in (tmp_path / "one", by_two)]
-    assert sum(layer["tokens"] for layer in tokens[0]) == pytest.approx(sum(layer["tokens"] for layer in tokens[1]))
+    reports = [json.loads((f / "quantization_report.json").read_text())["layers"] for f in (tmp_path / "one", by_two)]
+    for mine, theirs in zip(*reports, strict=True):
+        assert mine["tokens"] == pytest.approx(theirs["tokens"], rel=0.05), mine["name"]
+    losses = [sum(layer["loss"] for layer in report) for report in reports]
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
 
 
 def test_two_processes_that_were_stopped_go_on(source: Path, by_two: Path, tmp_path: Path) -> None:
@@ -99,7 +103,7 @@ def test_the_error_of_one_process_stops_all_and_is_told_once(source: Path, tmp_p
     done = together(source, *ASKED, "-o", tmp_path / "q")
     assert done.returncode != 0
     told = done.stdout + done.stderr
-    assert told.count("exists already") == 1 and "Another process" not in told and "Traceback" not in told, told
+    assert told.count("exists already") == 1 and "Another process" not in told and "pipeline.py" not in told, told
     assert list((tmp_path / "q").iterdir()) == []
 
 
