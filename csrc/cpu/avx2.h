@@ -34,6 +34,16 @@ struct Avx2 {
   static Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
   static Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
   static Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static float sum(Floats a) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+  static float largest(Floats a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+  }
   static Floats round_to_even(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Words to_words(Floats a) { return _mm256_cvtps_epi32(a); }
   static Floats to_floats(Words a) { return _mm256_cvtepi32_ps(a); }

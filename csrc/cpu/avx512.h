@@ -31,6 +31,8 @@ struct Avx512 {
   static Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
   static Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
   static Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static float sum(Floats a) { return _mm512_reduce_add_ps(a); }
+  static float largest(Floats a) { return _mm512_reduce_max_ps(a); }
   static Floats round_to_even(Floats a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }

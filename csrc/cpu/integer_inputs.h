@@ -17,11 +17,7 @@ float largest_of(const float* row, int64_t count) {
     largest = Vector::larger(
         largest, Vector::as_floats(Vector::bits_of(Vector::as_words(Vector::load_floats(row + i)), magnitude)));
   }
-  float lanes[Vector::kLanes];
-  Vector::store(lanes, largest);
-  float result = 0;
-  for (float lane : lanes) result = lane > result ? lane : result;
-  return result;
+  return Vector::largest(largest);
 }
 
 // The scale that brings the largest magnitude to the ends of the codes' range.

@@ -1,10 +1,21 @@
 #include "avx512.h"
+#include "decode_step.h"
 #include "linear.h"
 
 namespace fewbit {
 
 void linear_avx512(const Job& job) { linear<Avx512>(job); }
+void linear_blocks_avx512(const Job& job, Range blocks) { linear_blocks<Avx512>(job, blocks); }
+void dense_blocks_avx512(const Job& job, Range blocks) { dense_blocks<Avx512>(job, blocks); }
+void decode_avx512(const Decoder& decoder, const Step& step, const Kernels& kernels) {
+  decode<Avx512>(decoder, step, kernels);
+}
 
-extern const Kernels kAvx512Kernels{linear_avx512, integer_linear<Avx512>};
+extern const Kernels kAvx512Kernels{linear_avx512,
+                                  linear_blocks_avx512,
+                                  integer_linear<Avx512>,
+                                  integer_linear_blocks<Avx512>,
+                                  dense_blocks_avx512,
+                                  decode_avx512};
 
 }  // namespace fewbit

@@ -70,10 +70,23 @@ struct Rounding {
   float low, high;
 };
 
-// The functions of one instruction set.
+struct Decoder;
+struct Step;
+
+// Consecutive items, blocks of output features for one.
+struct Range {
+  int64_t begin, end;
+};
+
+// The functions of one instruction set. Those named `blocks` compute some of the output features, on the calling thread
+// alone.
 struct Kernels {
   void (*linear)(const Job&);
+  void (*linear_blocks)(const Job&, Range);
   void (*integer_linear)(const Job&, const Rounding&);
+  void (*integer_linear_blocks)(const Job&, const Rounding&, Range);
+  void (*dense_blocks)(const Job&, Range);
+  void (*decode)(const Decoder&, const Step&, const Kernels&);
 };
 
 }  // namespace fewbit

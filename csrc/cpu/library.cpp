@@ -1,9 +1,9 @@
 // The C interface, which Python loads. Pointers arrive as integers; sizes and dtypes are checked on the Python side,
 // where a wrong one can be reported in words.
-#include <cstring>
 #include <new>
 
-#include "job.h"
+#include "decoder.h"
+#include "prepared.h"
 #include "threads.h"
 
 namespace fewbit {
@@ -40,51 +40,14 @@ const InstructionSet kInstructionSets[] = {
     {"avx2", &kAvx2Kernels, has_avx2},
 };
 
-// Plain numbers that describe a prepared weight: an int64 array that is made once for each layer.
-enum Shape { kRows, kColumns, kGroups, kGroupSlots, kGroupFeatures, kElement, kScaleDtype, kZero, kFactorBits };
-
-float float_of(int64_t bits) {
-  const int32_t low = static_cast<int32_t>(bits);
-  float value;
-  std::memcpy(&value, &low, sizeof value);
-  return value;
-}
-
-struct Arguments {
-  const int64_t* shape;
-  const void *words, *scales, *zeros, *minima, *features, *x, *bias;
-  void* y;
-  int64_t tokens;
-  int32_t dtype, threads, instruction_set;
-};
-
-Job job_of(const Arguments& given) {
-  Weight weight{};
-  weight.words = static_cast<const uint32_t*>(given.words);
-  weight.scales = given.scales;
-  weight.zeros = static_cast<const uint8_t*>(given.zeros);
-  weight.minima = static_cast<const float*>(given.minima);
-  weight.features = static_cast<const int32_t*>(given.features);
-  weight.rows = given.shape[kRows];
-  weight.columns = given.shape[kColumns];
-  weight.groups = given.shape[kGroups];
-  weight.group_slots = given.shape[kGroupSlots];
-  weight.group_features = given.shape[kGroupFeatures];
-  weight.element = static_cast<Element>(given.shape[kElement]);
-  weight.scale_dtype = static_cast<Dtype>(given.shape[kScaleDtype]);
-  weight.constant_zero = static_cast<int32_t>(given.shape[kZero]);
-  weight.factor = float_of(given.shape[kFactorBits]);
-  return Job{weight, given.x, given.bias, given.y, given.tokens, static_cast<Dtype>(given.dtype), given.threads};
-}
-
 enum Status { kDone = 0, kOutOfMemory = 1, kUnknownInstructionSet = 2 };
 
 template <class Run>
-int32_t guarded(const Arguments& given, Run&& run) {
+int32_t guarded(int32_t instruction_set, Run&& run) {
   constexpr int32_t count = sizeof kInstructionSets / sizeof *kInstructionSets;
-  if (given.instruction_set < 0 || given.instruction_set >= count) return kUnknownInstructionSet;
+  if (instruction_set < 0 || instruction_set >= count) return kUnknownInstructionSet;
   try {
-    run(*kInstructionSets[given.instruction_set].kernels, job_of(given));
+    run(*kInstructionSets[instruction_set].kernels);
     return kDone;
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;
@@ -97,7 +60,7 @@ int32_t guarded(const Arguments& given, Run&& run) {
 #define FEWBIT_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature, the layout of a prepared weight or the meaning of a number changes.
-FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 1; }
+FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 2; }
 
 // Name of the instruction set of that number, null past the last.
 FEWBIT_EXPORT const char* fewbit_cpu_name(int32_t number) {
@@ -117,9 +80,11 @@ FEWBIT_EXPORT int32_t fewbit_cpu_linear(const int64_t* shape, const void* words,
                                         const void* minima, const void* features, const void* x, const void* bias,
                                         void* y, int64_t tokens, int32_t dtype, int32_t threads,
                                         int32_t instruction_set) {
-  const fewbit::Arguments given{shape, words, scales, zeros, minima,  features,       x,
-                                bias,  y,     tokens, dtype, threads, instruction_set};
-  return fewbit::guarded(given, [](const fewbit::Kernels& kernels, const fewbit::Job& job) { kernels.linear(job); });
+  const fewbit::LinearLayer layer{fewbit::Arithmetic::kWeightOnly, shape, words, scales, zeros, minima, features, bias,
+                                  nullptr, 0, 0, 0};
+  return fewbit::guarded(instruction_set, [&](const fewbit::Kernels& kernels) {
+    kernels.linear(job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype), threads));
+  });
 }
 
 // The same with x rounded to integers of low..high under one scale for each token, for all, or a stored one.
@@ -128,9 +93,17 @@ FEWBIT_EXPORT int32_t fewbit_cpu_integer_linear(const int64_t* shape, const void
                                                 const void* bias, void* y, int64_t tokens, int32_t dtype,
                                                 int32_t threads, int32_t instruction_set, const float* stored_scale,
                                                 int32_t per_token, int32_t low, int32_t high) {
-  const fewbit::Arguments given{shape, words, scales, zeros, nullptr, features,       x,
-                                bias,  y,     tokens, dtype, threads, instruction_set};
-  const fewbit::Rounding rounding{stored_scale, per_token != 0, static_cast<float>(low), static_cast<float>(high)};
-  return fewbit::guarded(
-      given, [&](const fewbit::Kernels& kernels, const fewbit::Job& job) { kernels.integer_linear(job, rounding); });
+  const fewbit::LinearLayer layer{fewbit::Arithmetic::kInteger, shape, words, scales, zeros, nullptr, features, bias,
+                                  stored_scale, per_token, low, high};
+  return fewbit::guarded(instruction_set, [&](const fewbit::Kernels& kernels) {
+    kernels.integer_linear(job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype), threads),
+                           rounding_of(layer));
+  });
+}
+
+// One token through a whole decoder: its logits, and its keys and values into the cache.
+FEWBIT_EXPORT int32_t fewbit_cpu_decode(const fewbit::Decoder* decoder, const fewbit::Step* step,
+                                        int32_t instruction_set) {
+  return fewbit::guarded(instruction_set,
+                         [&](const fewbit::Kernels& kernels) { kernels.decode(*decoder, *step, kernels); });
 }

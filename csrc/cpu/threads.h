@@ -4,9 +4,12 @@
 
 #include <cstdint>
 
+#include "job.h"
+
 namespace fewbit {
 
-// Calls body(context, thread, count) on `count` threads, at most `threads` of them, the caller being one.
+// Calls body(context, thread, count) on `count` threads, at most `threads` of them, the caller being one. Memory that one
+// of them lacks is reported as std::bad_alloc to the caller.
 void parallel(int threads, void (*body)(void* context, int thread, int count), void* context);
 
 template <class Body>
@@ -15,16 +18,15 @@ void parallel_for_thread(int threads, Body&& body) {
 }
 
 // The share of `items` that a thread gets: consecutive ones, so that each thread reads one stretch of memory.
-struct Range {
-  int64_t begin, end;
-};
-
 inline Range share(int64_t items, int thread, int count) {
   return {items * thread / count, items * (thread + 1) / count};
 }
 
+// Waits, inside `body`, for the other threads; each of them must call it.
+void wait_for_all(int count);
+
 // What a thread keeps memory for between calls.
-enum class Scratch { kInputs, kRow };
+enum class Scratch { kInputs, kRow, kOwn, kShared, kCount };
 
 // 64-byte aligned memory of at least `bytes`, which the calling thread keeps for the purpose.
 void* scratch(Scratch purpose, int64_t bytes);

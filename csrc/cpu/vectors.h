@@ -81,6 +81,10 @@ void row_to_floats(const void* from, Dtype dtype, int64_t count, float* to) {
   }
 }
 
+inline const void* token_row(const Job& job, int64_t token) {
+  return static_cast<const char*>(job.x) + token * job.weight.columns * bytes_of(job.dtype);
+}
+
 inline constexpr int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
 
 }  // namespace

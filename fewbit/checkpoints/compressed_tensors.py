@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fewbit.checkpoints.act_order import stated_order
 from fewbit.checkpoints.compressed_tensors_config import config_of, kv_cache_scheme_of, scheme_of
+from fewbit.checkpoints.compressed_tensors_transforms import matrix_name, permutation_name, transforms_of
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
@@ -32,6 +33,7 @@ from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Axis, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher, matches_compressed_tensors
 from fewbit.spec.scheme import Scheme
+from fewbit.spec.transform import Transform
 
 _FIXED = {
     QuantKey.parse("e2m1:group16:e4m3/tensor:f32"): "nvfp4-pack-quantized",
@@ -70,6 +72,12 @@ class CompressedTensors(LinearFormat):
 
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
         return config_of({name: self.written_as(key) for name, key in layers.items()}, plain)
+
+    def transforms(self, config: Mapping[str, Any]) -> tuple[Transform, ...]:
+        return transforms_of(config)
+
+    def transform_tensors(self, module: str, transform: Transform) -> tuple[str, str]:
+        return matrix_name(module, transform), permutation_name(module, transform)
 
     def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
         return {**config, "kv_cache_scheme": kv_cache_scheme_of(key)}

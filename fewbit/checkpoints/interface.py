@@ -19,6 +19,7 @@ from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher, matches
 from fewbit.spec.scheme import Scheme
+from fewbit.spec.transform import Transform
 
 if TYPE_CHECKING:
     from fewbit.checkpoints.files import CheckpointFiles  # which imports this module
@@ -103,6 +104,18 @@ class CheckpointFormat(ABC):
         Raises:
             CheckpointError: the configuration is not one of this format, or asks for what is not supported.
         """
+
+    def transforms(self, config: Mapping[str, Any]) -> tuple[Transform, ...]:
+        """Matrices that weights were multiplied with and activations must be.
+
+        Raises:
+            CheckpointError: the configuration's account of them is malformed.
+        """
+        return ()
+
+    def transform_tensors(self, module: str, transform: Transform) -> tuple[str, str]:
+        """Names on disk of a transform's matrix and of its permutation, below the module that has them."""
+        raise NotImplementedError(f"{self.name} has no transforms")
 
     @abstractmethod
     def describe(

@@ -45,6 +45,7 @@ _QUANTIZATION_FILES = (
     "quantization_config.json",
     "fewbit_recipe.json",
     "quantization_report.json",
+    "quantization_report.html",
 )
 _MAX_NESTED_BYTES = 100_000_000
 """Files of sub-folders beyond this are data (other exports of the model), not company of the tokenizer."""
@@ -240,6 +241,7 @@ def _temporary(number: int) -> str:
 
 
 def require_free(out: Path) -> None:
+    """Raises OutputError where something of that name exists."""
     """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,23 +29,26 @@ def explain(
     ] = None,
     dtype: options.Dtype = "auto",
     linear_backend: options.Backend = None,
+    backend: options.KeyBackends = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
+    batch_invariant: options.BatchInvariant = False,
     mix: options.Mix = None,
     json: options.Json = False,
 ) -> None:
     """Print every candidate kernel with its verdict. Works for devices that this machine does not have."""
     quiet_libraries()
     target = hardware(device, assume)
-    wanted = preference(linear_backend, disable_kernel, strict, mix)
+    wanted = preference(linear_backend, disable_kernel, strict, mix, backend, batch_invariant)
     element = element_of(dtype)
     requests = (
         stored_requests(model, element) if model else {asked_request(scheme, group_size, shape, element): "layer"}
     )
     explained = [_explain(name, request, target, wanted) for request, name in requests.items()]
     lacking = _lacking(device)
+    decoded_by = _decoded_by(model, target, explained) if model else None
     if json:
-        print_json({"hardware": target.name, "missing": lacking, "layers": explained})
+        print_json({"hardware": target.name, "missing": lacking, "layers": explained, "decoded_by": decoded_by})
         return
     for reason in lacking.values():
         console.print(f"[yellow]Missing here:[/] {reason}")
@@ -64,6 +68,25 @@ def explain(
             console.print(f"Costs: {entry['cost_source']}, for rows {_text_of(wanted.mix)}.")
         if entry["note"]:
             console.print(f"[yellow]Note:[/] {entry['note']}")
+    if decoded_by:
+        console.print(f"New tokens are decoded by {decoded_by}")
+
+
+def _decoded_by(model: Path, target: Any, explained: list[dict[str, Any]]) -> str:
+    """What makes new tokens of the model on the device, as `Generated.decoded_by` says it."""
+    from fewbit.kernels.registry import linear_kernels
+    from fewbit.models.layers import model_of
+    from fewbit.models.stored import StoredCheckpoint
+    from fewbit.runtime.decode_step import obstacles
+    from fewbit.runtime.generate import COMPILED_STEP
+
+    if target.platform != "cpu":
+        return f"transformers: the compiled step runs on CPUs, not on {target.name}"
+    for entry in explained:
+        if not linear_kernels()[entry["kernel"]].in_compiled_step:
+            return f"transformers: {entry['layer']} runs on {entry['kernel']}, which the compiled step cannot call"
+    reason = next(obstacles(model_of(StoredCheckpoint.open(model))), None)
+    return COMPILED_STEP if reason is None else f"transformers: {reason}"
 
 
 def _lacking(device: str) -> dict[str, str]:
@@ -120,7 +143,7 @@ def stored_requests(model: Path, element: str) -> dict[Any, str]:
 def _explain(name: str, request: Any, target: Any, wanted: Any) -> dict[str, Any]:
     from fewbit.kernels.registry import choose_kernel
 
-    choice = choose_kernel(request, target, wanted)
+    choice = choose_kernel(replace(request, batch_invariant=wanted.batch_invariant), target, wanted)
     return {
         "layer": name,
         "key": str(request.key),

@@ -21,6 +21,7 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
             {
                 "format": found.format, "decided_by": found.decided_by, "bytes": found.bytes,
                 "quantized_bytes": found.quantized_bytes, "groups": groups, "oddities": found.oddities,
+                "transforms": found.transforms,
             }
         )  # fmt: skip
         return
@@ -42,6 +43,8 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
             plain[layer.reason] = plain.get(layer.reason, 0) + layer.bytes
     for reason, held in sorted(plain.items(), key=lambda item: -item[1]):
         console.print(f"Not quantized: {size(held)}, {reason}.")
+    for transform in found.transforms:
+        console.print(f"Transform {transform}.")
     for oddity in found.oddities:
         console.print(f"[yellow]Oddity:[/] {oddity}")
 

@@ -23,9 +23,15 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     linear_backend: options.Backend = None,
+    backend: options.KeyBackends = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
     join_members: options.JoinMembers = False,
+    batch_invariant: options.BatchInvariant = False,
+    compiled_step: Annotated[
+        bool,
+        typer.Option("--compiled-step/--no-compiled-step", help="Decode by the compiled step where it runs the model."),
+    ] = True,
     json: options.Json = False,
 ) -> None:
     """Load MODEL, plain or quantized, and answer PROMPT greedily."""
@@ -35,7 +41,7 @@ def run(
     from fewbit.models.stored import StoredCheckpoint
     from fewbit.runtime.generate import generate
 
-    wanted = preference(linear_backend, disable_kernel, strict)
+    wanted = preference(linear_backend, disable_kernel, strict, None, backend, batch_invariant)
     place, numbers = torch_device(device), torch_dtype(dtype)
     with progress("Loading", StoredCheckpoint.open(model).folder.nbytes, quiet=json) as advance:
         loaded = load(
@@ -51,7 +57,13 @@ def run(
         sys.stdout.flush()
 
     answer = generate(
-        loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, chat=chat, on_text=None if json else show
+        loaded,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        compiled_step=compiled_step,
+        on_text=None if json else show,
     )
     if json:
         joined = {"joined": [str(one) for one in loaded.fewbit_report.joined]} if join_members else {}
@@ -60,7 +72,7 @@ def run(
     print()
     errors.print(
         f"[dim]{answer.prompt_tokens} prompt tokens in {answer.prefill_seconds:.2f} s, "
-        f"{answer.tokens} new ones at {answer.tokens_per_second:.1f} a second[/]"
+        f"{answer.tokens} new ones at {answer.tokens_per_second:.1f} a second, by {answer.decoded_by}[/]"
     )
 
 

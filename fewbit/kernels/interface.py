@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fewbit.kernels.native import LinearLayer
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
@@ -135,6 +136,12 @@ class LinearKernel(ABC):
     reference: ClassVar[bool] = False
     """Whether it is the definition that accepts everything."""
 
+    untested: ClassVar[str] = ""
+    """What to tell people where the kernel never ran on such a device, else an empty text."""
+
+    in_compiled_step: ClassVar[bool] = False
+    """Whether the compiled decode step can call it; `compiled_layer` then says how."""
+
     def numerics(self, request: LinearRequest) -> Numerics:
         """What the kernel does with the request's numbers."""
         if self.reference:
@@ -165,6 +172,10 @@ class LinearKernel(ABC):
         Returns:
             [..., N] in x's dtype.
         """
+
+    def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
+        """The layer as the compiled decode step takes it (`kernels/decoder.py`), where `in_compiled_step`."""
+        raise NotImplementedError(f"{self.name} is no kernel of the compiled decode step")
 
     def prepared_bytes(self, request: LinearRequest) -> int:
         """Bytes that `prepare` will hold, for `plan`; the stored size unless the kernel's layout is larger."""

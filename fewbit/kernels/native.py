@@ -7,7 +7,7 @@ nothing: its threads are those of the OpenMP runtime that torch has loaded alrea
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 """Of the C interface and of the layout of prepared weights."""
 
 PATH = Path(__file__).with_name("_cpu.so")
@@ -32,13 +32,14 @@ class Extension:
 
     Attributes:
         instruction_sets: name -> number, best first, of those that this CPU has.
-        linear, integer_linear: its functions; see `csrc/cpu/library.cpp`.
+        linear, integer_linear, decode: its functions; see `csrc/cpu/library.cpp`.
         has_threads: whether it found an OpenMP runtime; without one it runs on one thread.
     """
 
     instruction_sets: dict[str, int]
     linear: Callable[..., int]
     integer_linear: Callable[..., int]
+    decode: Callable[..., int]
     has_threads: bool
 
 
@@ -69,8 +70,13 @@ def extension() -> Extension | Absent:
         return Absent("the compiled CPU kernels need AVX2, FMA and F16C, which this CPU lacks")
     library.fewbit_cpu_linear.argtypes = [_POINTER] * 8 + _OPERANDS
     library.fewbit_cpu_integer_linear.argtypes = [_POINTER] * 7 + _OPERANDS + [_POINTER, _INT, _INT, _INT]
+    library.fewbit_cpu_decode.argtypes = [_POINTER, _POINTER, _INT]
     return Extension(
-        sets, library.fewbit_cpu_linear, library.fewbit_cpu_integer_linear, bool(library.fewbit_cpu_has_threads())
+        sets,
+        library.fewbit_cpu_linear,
+        library.fewbit_cpu_integer_linear,
+        library.fewbit_cpu_decode,
+        bool(library.fewbit_cpu_has_threads()),
     )
 
 
@@ -118,8 +124,13 @@ def forced(name: str) -> Iterator[None]:
 
 def operands(x: Tensor, y: Tensor, tokens: int) -> tuple[int, int, int, int, int]:
     """The arguments that every function of the library takes: y, tokens, dtype, threads, instruction set."""
+    return y.data_ptr(), tokens, DTYPES[x.dtype], torch.get_num_threads(), instruction_set()
+
+
+def instruction_set() -> int:
+    """The number of the instruction set that calls use."""
     chosen = _Selection.forced
-    return y.data_ptr(), tokens, DTYPES[x.dtype], torch.get_num_threads(), _best() if chosen is None else chosen
+    return _best() if chosen is None else chosen
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -134,7 +145,7 @@ def check(status: int) -> None:
         MemoryError: there was none left for the activations.
     """
     if status:
-        raise MemoryError("no memory is left for the activations of a linear layer")
+        raise MemoryError("no memory is left for the activations of a layer")
 
 
 def call_linear(*arguments: int | None) -> None:
@@ -145,3 +156,26 @@ def call_linear(*arguments: int | None) -> None:
 def call_integer_linear(*arguments: int | None) -> None:
     """`fewbit_cpu_integer_linear`."""
     check(_loaded().integer_linear(*arguments))
+
+
+def call_decode(decoder: int, step: int) -> None:
+    """`fewbit_cpu_decode`, of the addresses of its two structures."""
+    check(_loaded().decode(decoder, step, instruction_set()))
+
+
+class LinearLayer(ctypes.Structure):
+    """How the library sees a linear layer inside a larger call: `csrc/cpu/prepared.h`."""
+
+    DENSE, WEIGHT_ONLY, INTEGER = 0, 1, 2
+    _fields_ = (
+        ("arithmetic", _LONG),
+        *((name, _POINTER) for name in ("shape", "words", "scale", "zero", "minimum", "features", "bias")),
+        ("input_scale", _POINTER),
+        *((name, _LONG) for name in ("per_token", "low", "high")),
+    )
+
+    @classmethod
+    def of(cls, arithmetic: int, tensors: Mapping[str, Tensor], bias: Tensor | None, **numbers: int) -> LinearLayer:
+        """A layer of the tensors, by the names of these fields. It keeps their addresses only: hold them."""
+        pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        return cls(arithmetic=arithmetic, bias=address(bias), **pointers, **numbers)

@@ -55,7 +55,7 @@ NAMED = (
            "its instances are compiled into vLLM against one torch, so fewbit cannot bring them; triton_int8 and "
            "triton_fp8, which also calls torch's product, run 8-bit activations"),
     _named("b12x", "cuda", 120, 121, "e4m3 e2m1", "none e4m3 e2m1",
-           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups multiplies FP4 there"),
+           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups takes FP4 there"),
     _named("deep_gemm", "cuda", 90, 109, "e4m3", "e4m3",
            "it compiles itself with a CUDA toolkit at run time and is in no registry; triton_fp8 multiplies blocks"),
     _named("aiter", "rocm", 0, ANY, "int8 e4m3 e4m3fnuz e2m1", "int8 e4m3 e4m3fnuz e2m1",
@@ -63,8 +63,7 @@ NAMED = (
     _named("xpu", "xpu", 0, ANY, "int4 int8 e4m3 e5m2 e2m1", "none int8 e4m3 e5m2",
            "nothing of fewbit has been run on an Intel GPU, so no kernel is offered there but the reference"),
     _named("flashinfer", "cuda", 100, ANY, "e4m3 e2m1", "e4m3 e2m1",
-           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups multiplies NVFP4 and "
-           "MX there"),
+           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups is there instead"),
 )  # fmt: skip
 
 
@@ -84,8 +83,9 @@ class NotBuilt(LinearKernel):
         if hardware.platform != named.platform:
             yield f"runs on {named.platform}, found {hardware.platform}"
         if not named.lowest <= hardware.capability <= named.highest:
-            top = f" to {named.highest / 10}" if named.highest < ANY else " on"
-            yield f"runs from compute capability {named.lowest / 10}{top}, {hardware.name} has {hardware.capability / 10}"
+            top = f"to {named.highest / 10}" if named.highest < ANY else "on"
+            found = f"{hardware.name} has {hardware.capability / 10}"
+            yield f"runs from compute capability {named.lowest / 10} {top}, {found}"
         weight = f"int{key.weight.element.bits}" if key.weight.element.is_integer else key.weight.element.name
         if weight not in named.weights:
             yield f"multiplies weights of {', '.join(sorted(named.weights))}, found {key.weight.element}"

@@ -34,7 +34,7 @@ def choose_kernel(request: LinearRequest, hardware: Hardware, preference: Prefer
         KernelError: see `select.choose`.
     """
     table = table_for(hardware)
-    if table is not None and not preference.costs:
+    if table is not None and not preference.costs and not request.batch_invariant:  # measured by other plans
         costs = table.costs_of(request, preference.mix)
         preference = replace(preference, costs=costs, cost_source=str(table) if costs else "")
     return choose(request, hardware, linear_kernels().values(), family_of(request.key), preference)

@@ -87,7 +87,9 @@ class LinearMethod(QuantizeMethodBase):
 
     def request(self, record: QuantizedTensor) -> LinearRequest:
         """What the layer asks of a kernel."""
-        return LinearRequest.of(record, self.key, float_element(self.placement.dtype).name)
+        return LinearRequest.of(
+            record, self.key, float_element(self.placement.dtype).name, self.placement.preference.batch_invariant
+        )
 
     def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
         """Chooses the kernel for a hub record, prepares it and keeps nothing else."""

@@ -71,6 +71,12 @@ class ConversionPlan:
         self, stored: StoredCheckpoint, target: CheckpointFormat | torch.dtype, options: ConvertOptions
     ) -> None:
         self.stored, self.target, self.options = stored, target, options
+        online = next((one for one in stored.transforms if one.is_online), None)
+        if online is not None:
+            raise OutputError(
+                f"The checkpoint has the transform {online}, and a converted one would be read without it.",
+                "Convert a checkpoint that was quantized without online transforms.",
+            )
         self.model = model_of(stored)
         found = checkpoint_layers(stored, self.model)
         self.layers = sorted(found, key=lambda layer: natural_order(layer.name))

@@ -27,17 +27,20 @@ class ModelFamily:
         blocks: path of the list of decoder blocks.
         joined: projections of a block, by their name below it, that servers run as one matrix; they read one input and
             must share what a joined matrix has once (a second-level scale).
+        gated: whether a block is x += o(attention(norm(x))), then x += down(act(gate(norm(x))) * up(norm(x))), with RMS
+            norms, rotary halves and the names of Llama, a bias or a norm on heads where its module has one.
     """
 
     blocks: str = "model.layers"
     joined: tuple[tuple[str, ...], ...] = (_QKV, _GATE_UP)
+    gated: bool = False
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(),
-    "mistral": ModelFamily(),
-    "qwen2": ModelFamily(),
-    "qwen3": ModelFamily(),
+    "llama": ModelFamily(gated=True),
+    "mistral": ModelFamily(gated=True),
+    "qwen2": ModelFamily(gated=True),
+    "qwen3": ModelFamily(gated=True),
     "gemma2": ModelFamily(),
     "gemma3_text": ModelFamily(),
     "phi3": ModelFamily(joined=()),  # its projections are joined on disk already

@@ -14,6 +14,7 @@ from fewbit.methods.base import Placement
 from fewbit.methods.linear import LinearMethod, QuantizedLinear
 from fewbit.models.families import joined_members
 from fewbit.models.joint import SeparateMembers, put_together
+from fewbit.models.online_transforms import is_transformed
 from fewbit.models.replace import replace_submodule, submodule
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.join import Joined, join, refuse_join
@@ -92,8 +93,11 @@ class Joining:
         self.outcomes: list[JoinOutcome] = []
         self._groups: dict[str, _Group] = {}
         for name, members in _matrices(model):
-            kinds = [isinstance(submodule(model, member), QuantizedLinear) for member in members]
-            if all(kinds):
+            layers = [submodule(model, member) for member in members]
+            kinds = [isinstance(layer, QuantizedLinear) for layer in layers]
+            if any(layer is not None and is_transformed(layer) for layer in layers):
+                self.outcomes.append(JoinOutcome(name, members, reason="a transform stands before or after a member"))
+            elif all(kinds):
                 self._groups |= dict.fromkeys(members, _Group(name, members))
             elif any(kinds):
                 plain = ", ".join(member for member, one in zip(members, kinds, strict=True) if not one)

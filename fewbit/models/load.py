@@ -24,6 +24,7 @@ from fewbit.models.joining import Joining, JoinOutcome
 from fewbit.models.joint import ProjectionPart
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
+from fewbit.models.online_transforms import AppliedTransforms, apply_transforms
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
 from fewbit.models.stacked_experts import replace_stack, stack_shape
 from fewbit.models.stored import StoredCheckpoint
@@ -45,6 +46,7 @@ class LoadReport:
         carried: tensors that the model class has no place for (draft heads, KV-cache scales), not used.
         kv_cache: what is known of a quantized KV cache; None where nothing speaks of one.
         joined: what became of each matrix whose members were to be joined; empty where nobody asked.
+        transforms: what is done about each transform that the configuration names.
         contradictions: layers whose tensors are not what the configuration says, and its entries that match nothing.
     """
 
@@ -53,6 +55,7 @@ class LoadReport:
     carried: list[str] = field(default_factory=list)
     kv_cache: KvCacheReport | None = None
     joined: list[JoinOutcome] = field(default_factory=list)
+    transforms: tuple[str, ...] = ()
     contradictions: list[str] = field(default_factory=list)
 
 
@@ -115,6 +118,7 @@ class _Loader:
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
         self.joining: Joining | None = None
+        self.applied = AppliedTransforms()
 
     def replace_quantized_modules(self) -> None:
         """Puts a quantized module wherever the checkpoint's tensors say that the layer is quantized."""
@@ -130,6 +134,8 @@ class _Loader:
             self._compare_with_scheme(module, class_name, described)
             if described is not None and (plain is not None or stack is not None):
                 self._replace(module, path, plain, described)
+        self.applied = apply_transforms(self.stored, self.model, self.destinations.module)
+        self.report.transforms = self.applied.lines
         if self.stored.scheme and self.stored.format:
             # Modules that tensors do not show, a tied head for one, are what an entry may mean as well.
             classes += [(name, type(module).__name__) for name, module in self.model.named_modules()]
@@ -175,6 +181,8 @@ class _Loader:
         """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
         self.joining, folder = joining, self.stored.folder
         for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
+            if name in self.applied.tensors:
+                continue
             target = self.targets.get(name) or self.destinations.tensor(name)
             if tensor_slot(self.model, target) is None:
                 self._carry(name)

@@ -15,12 +15,15 @@ from fewbit.errors import ModelError, SchemeError
 from fewbit.models.block_loop import Run, plan_needs_calibration
 from fewbit.models.block_stream import MOST_HELD
 from fewbit.models.calibration import Calibration
-from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
+from fewbit.models.export import report_of, write_config, write_output
 from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.load import Progress
 from fewbit.models.plan import Plan
 from fewbit.models.ranks import ALONE, Ranks
+from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
+from fewbit.models.report_files import write_report
 from fewbit.models.statistics import StatisticsStore
+from fewbit.models.transforms.registry import of_recipe
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
@@ -60,8 +63,8 @@ def quantize_checkpoint(
         ranks: the processes that do this together, from `ranks.joined`; all make this call.
 
     Returns:
-        The report, which is also written to `quantization_report.json`, and the seconds that this call took; nothing in
-        processes that do not write.
+        The report, which is also written to the folder (see `write_report`), and the seconds that this call took;
+        nothing in processes that do not write.
 
     Raises:
         SchemeError: the algorithm cannot do with kept statistics, or with several processes.
@@ -87,16 +90,17 @@ def quantize_checkpoint(
         run = Run(*made_for, store=store, most_held=calibration_memory, ranks=ranks)
         recipe = run.recipe()
         fingerprint = {"recipe": json.loads(recipe.to_json()), "processes": ranks.count}
-        fingerprint |= fingerprint_of(run.folder, run.device)
+        fingerprint |= fingerprint_of(run.folder.source, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
         ranks.first(None)
         run.quantize(work)
         with work.staged() as staging:
-            written, outcomes = write_output(run.folder, list(run.units.values()), work, staging, max_shard_bytes)
+            units = list(run.units.values())
+            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
             write_config(source, staging, run.config(), plan.unties)
             (staging / RECIPE_FILE).write_text(recipe.to_json())
-            report = report_of(plan, recipe, outcomes, run.kept(), written)
-            (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+            report = report_of(plan, recipe, facts, run.kept(), written)
+            write_report(staging, report)
     return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -119,6 +123,9 @@ def _check_shared(plan: Plan, keep_statistics: str | Path | None, ranks: Ranks) 
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks in one process.", "Start it without torchrun, or use gptq."
         )
+    observing = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
+    if observing:
+        raise SchemeError(f"{observing[0]} watches all windows in one process.", "Start it without torchrun.")
 
 
 def _statistics(
@@ -133,6 +140,15 @@ def _statistics(
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of the weights as they are, not of transformed ones.",
+            "Leave --transform or --keep-statistics out.",
         )
     store = StatisticsStore(folder)
     store.complete(source, calibration, device)

@@ -1,1 +1,1 @@
-"""Running models: generation now; captured decode steps, caches and serving later."""
+"""Running models: generation, and the compiled decode step of CPUs."""

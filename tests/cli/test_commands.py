@@ -156,6 +156,10 @@ def test_eval_on_a_text_file(cli: Cli, model: Path, tmp_path: Path) -> None:
 def test_run_answers(cli: Cli, quantized: Path) -> None:
     found = loads(cli("run", quantized, "Hello", "--max-new-tokens", 5, "--no-chat", "--json"))
     assert 1 <= found["tokens"] <= 5 and found["prompt_tokens"] == 5
+    promised = loads(cli("explain", quantized, "--json"))["decoded_by"]
+    assert found["decoded_by"] == promised
+    plain = loads(cli("run", quantized, "Hello", "--max-new-tokens", 5, "--no-chat", "--no-compiled-step", "--json"))
+    assert plain["decoded_by"].startswith("transformers: ") and plain["tokens"] == found["tokens"]
     code, out, err = cli("run", quantized, "Hello", "--max_new_tokens", 3, "--no-chat")
     assert code == 0 and out and "new ones at" in err
 

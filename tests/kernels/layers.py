@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewbit.kernels import native
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
+from fewbit.kernels.not_built import not_built
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import linear_kernels
 from fewbit.numerics import QuantizedTensor, dequantize, finite_codes, quantize
@@ -26,7 +27,7 @@ A bf16 kernel may round the scale, the zero of an asymmetric group, the product 
 and the bias may take away some of the product that the first three belong to.
 """
 
-KERNELS = sorted(linear_kernels())
+KERNELS = sorted(set(linear_kernels()) - set(not_built()))
 
 _INT8_TOKENS = PRESETS["W8A8"].rules[0].key.activation
 _INT8_TENSOR = QuantKey(integer(8), ScaleSpec(F32, TENSOR))

@@ -17,7 +17,7 @@ from fewbit.kernels.linear.cpu_blocks import blocks_bytes, fields_of, prepare_bl
 from fewbit.kernels.linear.cpu_weight_only import fake_output, operand_pair
 from fewbit.kernels.linear.integer_activations import Rule, activation_obstacles, static_scale
 from fewbit.kernels.linear.obstacles import compiled_obstacles, record_obstacles, require_roles
-from fewbit.kernels.native import address, call_integer_linear, operands
+from fewbit.kernels.native import LinearLayer, address, call_integer_linear, operands
 from fewbit.kernels.operations import define
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import unpack_record
@@ -33,6 +33,7 @@ class CpuInt8(LinearKernel):
 
     name: ClassVar[str] = "cpu_int8"
     backend: ClassVar[str] = "cpu"
+    in_compiled_step: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         return Refusal.first(_obstacles(request, hardware))
@@ -69,6 +70,10 @@ class CpuInt8(LinearKernel):
             constants["rows"],
             constants["columns"],
         )
+
+    def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
+        rounding = {name: int(prepared.constants[name]) for name in ("per_token", "low", "high")}
+        return LinearLayer.of(LinearLayer.INTEGER, prepared.tensors, bias, **rounding)
 
     def prepared_bytes(self, request: LinearRequest) -> int:
         fields = fields_of(request.key.weight.element, NARROWEST)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.cpu_blocks import blocks_bytes, fields_of, prepare_blocks
 from fewbit.kernels.linear.obstacles import compiled_obstacles, record_obstacles, require_roles
-from fewbit.kernels.native import address, call_linear, operands
+from fewbit.kernels.native import LinearLayer, address, call_linear, operands
 from fewbit.kernels.operations import define
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import unpack_record
@@ -30,6 +30,7 @@ class CpuWeightOnly(LinearKernel):
 
     name: ClassVar[str] = "cpu_weight_only"
     backend: ClassVar[str] = "cpu"
+    in_compiled_step: ClassVar[bool] = True
     weight_only: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
@@ -60,6 +61,9 @@ class CpuWeightOnly(LinearKernel):
             constants["rows"],
             constants["columns"],
         )
+
+    def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
+        return LinearLayer.of(LinearLayer.WEIGHT_ONLY, prepared.tensors, bias)
 
     def prepared_bytes(self, request: LinearRequest) -> int:
         fields = fields_of(request.key.weight.element)

@@ -24,6 +24,7 @@ class Plan:
         block_n, block_m: outputs of a program; block_n divides or is a multiple of the tile's rows.
         warps, stages: of a program; stages of words in flight.
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
+        ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
@@ -33,6 +34,7 @@ class Plan:
     stages: int = 4
     programs: int = 0
     decodes_first: bool = False
+    ahead: int = 0
 
 
 WeightLayout = TileLayout | ProductLayout
@@ -85,7 +87,7 @@ def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
     if tokens > 64 and (layout.kind != "codes" or layout.operand == "e4m3"):
         return Plan(128, 128, 8, 3, decodes_first=True)
     if tokens > 128:
-        return Plan(128, 128, 8, 4)
+        return Plan(128, 128, 4 if layout.operand == "int8" else 8, 3)
     block_m = next(size for size in (16, 32, 64, 128) if tokens <= size or size == 128)
     blocks = -(-layout.rows // 64)
     programs = min(3 * MULTIPROCESSORS, blocks * layout.units) if blocks < 2 * MULTIPROCESSORS else 0

@@ -40,6 +40,7 @@ class TorchScaledMmGroups(LinearKernel):
 
     name: ClassVar[str] = "torch_scaled_mm_groups"
     backend: ClassVar[str] = "torch_scaled_mm"
+    untested: ClassVar[str] = "this kernel has never run on such a device; disable it where results look wrong"
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         return Refusal.first(_obstacles(request, hardware))

@@ -1,6 +1,6 @@
 """Activations to codes or to the 16-bit numbers that they stand for: by token, by a known scale, or by group.
 
-Bit for bit what `numerics.quantize` gives. Divisions are correctly rounded; numbers are clamped before they are rounded
+Bit for bit what `numerics.quantize` gives. Quotients are correctly rounded; numbers are clamped before they are rounded
 to nearest, ties to even, by adding and taking away a large number of the right binade, so that the cast to a narrow
 float at the end is exact. The numbers of E4M3, of E2M1 and of integers of up to 8 bits are exact in bf16 and f16.
 """
@@ -14,7 +14,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.activation.rounding import Rounding
-from fewbit.kernels.programs.device import chains
+from fewbit.kernels.programs.device import INTERPRETED, chains
 from fewbit.spec.element import F32
 
 GROUPED_BLOCK = 1024
@@ -56,11 +56,33 @@ def quantized(
     round_rows[(tokens, triton.cdiv(width, block))](
         x, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
-        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind, EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
+        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
+        EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
-        CHAINED=chained, num_warps=min(16, max(1, block // 512)), **constants,
+        CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
     )  # fmt: skip
     return codes, scales, zero
+
+
+@triton.jit
+def quotients(numbers, scale, FUSED: tl.constexpr):
+    """numbers [R, C] / scale [R], correctly rounded.
+
+    With fused multiply-adds by Markstein's steps: from a correctly rounded reciprocal, two corrections by the exact
+    remainder give the correctly rounded quotient in half the instructions of a division. Where the scale is so small
+    that a remainder would underflow, both sides are first multiplied by a power of two.
+    """
+    if FUSED:
+        raised = tl.where(scale < 1e-25, 1.0633823966279327e37, 1.0)  # 2**123
+        divisor = scale * raised
+        reciprocal = tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)[:, None] + tl.zeros_like(numbers)
+        negative = tl.zeros_like(numbers) - divisor[:, None]
+        dividend = numbers * raised[:, None]
+        quotient = dividend * reciprocal
+        quotient = tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
+        return tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
+    else:
+        return tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers))
 
 
 @triton.jit
@@ -76,8 +98,10 @@ def nearest(numbers, KIND: tl.constexpr):
         else:
             large = tl.maximum(binade, 1.0) * 6291456.0  # its smallest binade, 1.5 * 2**22
     rounded = (numbers + large) - large
-    sign = bits & -2147483648
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    if KIND == "integer":
+        return rounded
+    else:
+        return (rounded.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -127,11 +151,12 @@ def round_rows(
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr,
     DYNAMIC: tl.constexpr,
     ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):  # fmt: skip
     """`BLOCK` numbers of one row."""
     if CHAINED:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = GROUP if GROUP > 0 else BLOCK
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -157,10 +182,12 @@ def round_rows(
         scale = tl.load(scales) + tl.zeros_like(factor)
         if ZEROS:
             shift += tl.load(zeros) + OFFSET
-    quotient = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], (BLOCK // SIZE, SIZE)))
+    quotient = quotients(numbers, scale, FUSED)
     if ZEROS:
         quotient += shift[:, None]
-    rounded = nearest(tl.minimum(tl.maximum(quotient, low), high), KIND)
+    rounded = tl.minimum(tl.maximum(quotient, low), high)
+    if AS_NUMBERS or not (FUSED and KIND == "e4m3"):  # else the cast rounds, to the same
+        rounded = nearest(rounded, KIND)
     if AS_NUMBERS:
         rounded -= shift[:, None]
         if SCALE_KIND != "f32":
@@ -172,5 +199,9 @@ def round_rows(
         half += tl.arange(0, SIZE // 2)[None, :]
         pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
         tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
+    elif KIND == "integer" and not AS_NUMBERS:
+        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        tl.store(codes + row * width + place, stored, mask=place < width)
     else:
         tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)

@@ -50,7 +50,7 @@ def launch_of(
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "DOTS": max(1, layout.unit // layout.step),
         "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
-        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained,
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
         "WHOLE": chunk == layout.units, "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
     }  # fmt: skip

@@ -31,6 +31,15 @@ def block_of(tile, tiles_n, tiles_m):
     return inside // height, first + inside % height
 
 
+@triton.jit
+def fetch_ahead(addresses):
+    """Brings the lines of the addresses into the second-level cache and waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
 # Not specialized by these numbers: every M would be a compilation of its own.
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply_codes(
@@ -38,7 +47,8 @@ def multiply_codes(
     M, N, width, stride, units, chunk,
     KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    PACKED: tl.constexpr, CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
+    PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
+    X_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -47,15 +57,21 @@ def multiply_codes(
         weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0.
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
+        AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
     """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
     program = tl.program_id(0)
     begin = program * chunk
     end = tl.minimum(begin + chunk, tiles_n * tiles_m * units)
+    if CHAINED:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            block_n, block_m = block_of(begin // units, tiles_n, tiles_m)
+            row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
+            fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
+        gdc_wait()
     if WHOLE:
         block_n, block_m = block_of(program, tiles_n, tiles_m)
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -28,14 +28,16 @@ MOST_PER_MULTIPROCESSOR = 13
 DECODES_FIRST_FROM = 128
 FUSED_UP_TO = 512
 PRODUCT_BLOCKS = {
-    16: ((64, 4), (128, 4), (128, 8)),
-    32: ((64, 4), (128, 4), (128, 8)),
-    64: ((64, 4), (128, 4), (128, 8)),
-    128: ((64, 4), (128, 4), (128, 8), (256, 8)),
-    256: ((64, 4), (64, 8), (128, 8)),
+    8: ((64, 4), (128, 8)),
+    16: ((64, 4), (128, 8)),
+    32: ((64, 4), (128, 8)),
+    64: ((64, 4), (128, 4)),
+    128: ((64, 4), (128, 4), (128, 8)),
+    256: ((64, 4), (64, 8)),
 }
 """The same for products of 8-bit codes."""
-PRODUCT_STAGES = {16: (4, 6), 32: (4, 6), 64: (3, 4), 128: (3, 4), 256: (3,)}
+PRODUCT_STAGES = {8: (6,), 16: (4, 6), 32: (4, 6), 64: (3, 4), 128: (3, 4), 256: (3,)}
+LINES_AHEAD = {8: (4,), 16: (0, 4), 32: (0, 4)}
 DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3))
 """Blocks and warps and stages for weights that were decoded first."""
 
@@ -55,17 +57,17 @@ def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> It
         blocks = DECODED_BLOCKS[:1] if vendor_multiplies(layout.decoded()) else DECODED_BLOCKS
         yield from (Plan(*block, decodes_first=True) for block in blocks)
     widest = next((width for width in PRODUCT_BLOCKS if width >= tokens), max(PRODUCT_BLOCKS))
-    for block_m in [width for width in PRODUCT_BLOCKS if width <= widest][-1 if widest <= 64 else -2 :]:
-        for (block_n, warps), stages in product(PRODUCT_BLOCKS[block_m], PRODUCT_STAGES[block_m]):
-            blocks_of_all = -(-layout.rows // block_n) * -(-tokens // block_m)
+    widths = [width for width in PRODUCT_BLOCKS if width <= widest]
+    for block_m in [8, 16] if widest == 8 else widths[-1:] if widest <= 64 else widths[-3:]:
+        several = product(PRODUCT_BLOCKS[block_m], PRODUCT_STAGES[block_m], LINES_AHEAD.get(block_m, (0,)))
+        for (block_n, warps), stages, ahead in several:
+            blocks = -(-layout.rows // block_n) * -(-tokens // block_m)
             counts = {0}
-            if blocks_of_all < 3 * multiprocessors:
-                counts |= {multiprocessors * many for many in (1, 2, 3, 4, 6)} | {
-                    blocks_of_all * many for many in PARTS
-                }
+            if blocks < 3 * multiprocessors:
+                counts |= {multiprocessors * many for many in (1, 2, 3)} | {blocks * many for many in (2, 4)}
             for programs in sorted(counts):
-                if programs <= min(blocks_of_all * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR):
-                    yield Plan(block_n, block_m, warps, stages, programs)
+                if programs <= min(blocks * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR):
+                    yield Plan(block_n, block_m, warps, stages, programs, ahead=ahead)
 
 
 def _of_tiles(layout: TileLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:

@@ -1,0 +1,173 @@
+"""The compiled decode step: the logits of transformers' own modules, token by token, and why it steps aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fewbit.kernels import native
+from fewbit.kernels.select import Preference
+from fewbit.models.families import FAMILIES as ROWS
+from fewbit.models.load import load
+from fewbit.models.quantize import quantize
+from fewbit.runtime.decode_step import DecodeStep, obstacles
+from fewbit.runtime.generate import COMPILED_STEP, Generated, generate
+from tests.kernels.layers import needs_extension
+from tests.tiny_models import FAMILIES, VOCABULARY, byte_tokenizer, save_tiny_model
+
+FOUND = native.extension()
+SETS = [] if isinstance(FOUND, native.Absent) else list(FOUND.instruction_sets)
+GATED = [family for family in FAMILIES if family in ROWS and ROWS[family].gated]
+TOKENS = torch.arange(20) * 7 % VOCABULARY
+PROMPT = 6
+PLAIN = "plain"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Relative error of logits."""
+ROUNDED = 3e-2
+"""The same where activations are rounded to integers: one more unit in the last place can turn a code."""
+
+pytestmark = needs_extension
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder of a tiny model of a family under a scheme, written once."""
+    written: dict[tuple[str, str], Path] = {}
+
+    def of(family: str = "llama", scheme: str = PLAIN, **changes: Any) -> Path:
+        key = family, scheme + repr(sorted(changes.items()))
+        if key not in written:
+            source = save_tiny_model(tmp_path_factory.mktemp(family) / "model", family, **changes)
+            written[key] = source
+            if scheme != PLAIN:
+                written[key] = source.parent / "quantized"
+                quantize(source, written[key], scheme, group_size=32 if scheme.startswith("W4A16") else None)
+        return written[key]
+
+    return of
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, preference: Preference = Preference()) -> PreTrainedModel:
+    """The model, its norms and biases random too, so that a forgotten one shows."""
+    model = load(folder, device="cpu", dtype=dtype, preference=preference)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 1.5)
+    return model
+
+
+def stepped(model: PreTrainedModel, tokens: Tensor, prompt: int = PROMPT) -> Tensor:
+    """Logits after each token of the text beyond the prompt, by the compiled step."""
+    step = DecodeStep(model, len(tokens))
+    step.take_prompt(model(tokens[None, :prompt], use_cache=True))
+    return torch.stack([step(token[None]) for token in tokens[prompt:]])
+
+
+def assert_same_logits(
+    model: PreTrainedModel, tokens: Tensor = TOKENS, prompt: int = PROMPT, tolerance: float | None = None
+) -> None:
+    assert not list(obstacles(model, len(tokens)))
+    found, wanted = stepped(model, tokens, prompt), model(tokens[None]).logits[0, prompt:]
+    assert found.dtype == wanted.dtype
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error < (tolerance or TOLERANCE[wanted.dtype]), f"logits are off by {error:.2e}"
+
+
+@pytest.mark.parametrize("scheme", [PLAIN, "W4A16_ASYM", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("family", GATED)
+def test_logits_are_those_of_transformers(folder: Any, family: str, scheme: str) -> None:
+    assert_same_logits(loaded(folder(family, scheme)), tolerance=ROUNDED if scheme == "W8A8" else None)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_dtype_and_thread_count(folder: Any, name: str, dtype: torch.dtype) -> None:
+    model = loaded(folder("qwen3", "W4A16"), dtype)
+    try:
+        with native.forced(name):
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                assert_same_logits(model)
+                assert torch.equal(stepped(model, TOKENS), stepped(model, TOKENS))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 4}, {"num_attention_heads": 8, "num_key_value_heads": 1}])
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 72, "intermediate_size": 136, "head_dim": 48}])
+def test_any_number_of_heads_and_features(folder: Any, changes: dict[str, int], sizes: dict[str, int]) -> None:
+    assert_same_logits(loaded(folder("llama", **changes, **sizes)))
+
+
+def test_a_long_text_is_attended_to_whole(folder: Any) -> None:
+    tokens = torch.randint(0, VOCABULARY, (600,))
+    assert_same_logits(loaded(folder()), tokens, prompt=595)
+
+
+def answer(model: PreTrainedModel, **options: Any) -> Generated:
+    return generate(model, byte_tokenizer(), "Once upon", chat=False, **options)
+
+
+def test_generation_takes_the_step_and_gives_the_same_text(folder: Any) -> None:
+    model = loaded(folder("llama", "W4A16"))
+    ours, stock = answer(model, max_new_tokens=24), answer(model, max_new_tokens=24, compiled_step=False)
+    assert ours.decoded_by == COMPILED_STEP and stock.decoded_by == "transformers: the compiled step is switched off"
+    assert (ours.text, ours.tokens, ours.prompt_tokens) == (stock.text, stock.tokens, stock.prompt_tokens)
+    assert answer(model, max_new_tokens=1).tokens == 1
+
+
+def test_generation_ends_where_a_token_says_so(folder: Any) -> None:
+    model = loaded(folder())
+    pieces: list[str] = []
+    whole = answer(model, max_new_tokens=12)
+    third = byte_tokenizer()(whole.text)["input_ids"][2] if len(whole.text.encode()) == 12 else None
+    model.generation_config.eos_token_id = [1, int(TOKENS[0]) if third is None else third]
+    ours = answer(model, max_new_tokens=12, on_text=pieces.append)
+    stock = answer(model, max_new_tokens=12, compiled_step=False)
+    assert ours.decoded_by == COMPILED_STEP
+    assert (ours.text, ours.tokens) == (stock.text, stock.tokens) and "".join(pieces) == ours.text
+
+
+REFUSED = [
+    ("llama", {"hidden_act": "gelu"}, "silu is needed between gate and down, found gelu"),
+    ("llama", {"head_dim": 8}, "heads of a multiple of 16 features are needed, found 8"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "found dynamic"),
+    ("mistral", {}, "40 positions are more than the sliding window of 32"),
+    ("gemma2", {}, "the blocks of gemma2 are not known to be gated ones"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), REFUSED)
+def test_other_arithmetic_is_left_to_transformers(folder: Any, family: str, changes: Any, reason: str) -> None:
+    model = loaded(folder(family, **changes))
+    assert any(reason in found for found in obstacles(model, 40))
+    assert answer(model, max_new_tokens=40).decoded_by.startswith("transformers: ")
+
+
+def test_other_kernels_and_settings_are_left_to_transformers(folder: Any) -> None:
+    model = loaded(folder("llama", "W4A16"), preference=Preference("reference"))
+    assert answer(model, max_new_tokens=2).decoded_by == (
+        "transformers: model.layers.0.self_attn.q_proj runs on reference, which the compiled step cannot call"
+    )
+    model = loaded(folder())
+    model.generation_config.repetition_penalty = 1.2
+    assert answer(model, max_new_tokens=2).decoded_by.endswith("the generation's settings ask for repetition_penalty")
+
+
+def test_wrong_operands_are_errors(folder: Any) -> None:
+    step = DecodeStep(loaded(folder()), 1)
+    step(torch.tensor([3]))
+    with pytest.raises(RuntimeError, match="the cache is full at 1 positions"):
+        step(torch.tensor([3]))
