@@ -33,6 +33,10 @@ MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents a
 IntegerRule = Annotated[
     str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
 ]
+Embeddings = Annotated[
+    str | None,
+    typer.Option("--embeddings", help="Quantize the input embedding, and a head tied to it, by a preset, say W8A16."),
+]
 KvCache = Annotated[
     str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
 ]

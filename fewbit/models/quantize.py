@@ -24,7 +24,7 @@ from fewbit.models.pipeline import (
     DEFAULT_SHARD_BYTES,
     quantize_checkpoint,
 )
-from fewbit.models.plan import Plan, make_plan
+from fewbit.models.plan import EMBEDDING, Plan, make_plan
 from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.self_samples import samples_unasked, self_samples
 from fewbit.models.texts import read_text
@@ -33,6 +33,7 @@ from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import BUDGET_KEYS, kv_cache_preset, preset
 from fewbit.spec.recipe import Recipe, ScaleRules
+from fewbit.spec.scheme import Rule
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class QuantizeOptions:
         calibration_text: file of text for calibration, or `hub:NAME`, see `read_text`; None for the built-in prose.
         self_samples: how many of the windows the model itself writes; None for some where no text is given.
         calibration_windows, calibration_length: how many windows of how many tokens are read from it.
+        embeddings: name of a preset for the input embedding, whose activations do not count; None to leave it plain.
         kv_cache: name of a key for the KV cache, `fp8` or `fp8_head`; None where it stays as it is.
         bits_per_weight, fit, context, candidates: a bit budget, which chooses each layer's key instead of `scheme`;
             `fit` is a size such as `24GB`, `candidates` are keys in their text form. See `Budget`.
@@ -72,6 +74,7 @@ class QuantizeOptions:
     calibration_windows: int = CALIBRATION_WINDOWS
     calibration_length: int = CALIBRATION_LENGTH
     self_samples: int | None = None
+    embeddings: str | None = None
     kv_cache: str | None = None
     transforms: tuple[str, ...] = ()
     bits_per_weight: float | None = None
@@ -93,6 +96,9 @@ class QuantizeOptions:
             if self.group_size == 0 or self.group_size < -1:
                 raise SchemeError(f"Group size {self.group_size} does not exist.", "Use a positive size, or -1.")
             scheme = scheme.with_granularity(CHANNEL if self.group_size == -1 else group(self.group_size))
+        if self.embeddings is not None:
+            table = LinearKey(preset(self.embeddings).keys[0].weight)
+            scheme = replace(scheme, rules=(*scheme.rules, Rule((EMBEDDING,), table)))
         chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
         transforms = tuple(parse_transform(text).record for text in self.transforms)
         return Recipe(
