@@ -93,6 +93,12 @@ Algorithm = Annotated[
 ]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]
+CalibrationMemory = Annotated[
+    str,
+    typer.Option(
+        "--calibration-memory", help="Activations that calibration may hold; beyond, they are computed again."
+    ),
+]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Throw away what an earlier, stopped run has finished in OUTPUT.partial.")
 ]

@@ -11,6 +11,7 @@ import typer
 
 from fewbit.cli import options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
+from fewbit.errors import SchemeError
 
 if TYPE_CHECKING:
     from fewbit.models.quantize import QuantizeOptions
@@ -23,10 +24,8 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
-    ] = None,
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -47,12 +46,14 @@ def quantize(
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
     keep_statistics: options.KeepStatistics = None,
+    calibration_memory: options.CalibrationMemory = "16GB",
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
     from fewbit.checkpoints.output import parse_size
     from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.ranks import joined
     from fewbit.spec.recipe import ScaleRules
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
@@ -79,14 +80,21 @@ def quantize(
         candidates=tuple(candidate or ()),
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, max_kl, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
+    with joined(device) as ranks:
+        _carry_out(model, output, asked, max_kl, json, **how | {"device": ranks.device, "ranks": ranks}, **sizes)
 
 
 def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
-    report = (
-        _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
-    )
+    writes = how["ranks"].writes
+    quiet = json or not writes
+    if max_kl is None:
+        report = _run(model, output, asked, quiet, **how)
+    else:
+        report = _gated(model, output, asked, max_kl, quiet, **how)
+    if not writes:
+        return
     if json:
         print_json(report | {"output": str(output)})
         return
@@ -109,6 +117,7 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
             made, calibration = prepare(model, asked, how["device"], advance)
         if not quiet:
             print_budget(made.budget or {})
+    made, calibration = how["ranks"].first((made, calibration))  # a sum on a GPU may end differently on each
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
         return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
 
@@ -116,6 +125,9 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
 def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report of a run that had to stay within a divergence."""
     from fewbit.evaluation.gate import quantize_within
+
+    if how["ranks"].count > 1:
+        raise SchemeError("--max-kl measures whole models in one process.", "Start it without torchrun.")
 
     def stage(label: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
         return progress(label, total, quiet)

@@ -14,6 +14,7 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.output import parse_size
 from fewbit.errors import SchemeError
 from fewbit.models.block_loop import plan_needs_calibration
+from fewbit.models.block_stream import MOST_HELD
 from fewbit.models.budget import Budget, plan_within
 from fewbit.models.calibration import Calibration, calibration_windows, load_tokenizer
 from fewbit.models.load import Progress
@@ -24,6 +25,7 @@ from fewbit.models.pipeline import (
     quantize_checkpoint,
 )
 from fewbit.models.plan import EMBEDDING, Plan, make_plan
+from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.self_samples import samples_unasked, self_samples
 from fewbit.models.texts import read_text
 from fewbit.models.transforms.registry import parse_transform
@@ -207,6 +209,8 @@ def quantize(
     device: str = "cpu",
     restart: bool = False,
     keep_statistics: str | Path | None = None,
+    calibration_memory: int = MOST_HELD,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> dict[str, Any]:
     """Quantizes a model folder into a new folder that stock transformers and vLLM load.
@@ -221,7 +225,7 @@ def quantize(
         progress: called with the bytes of each source tensor dealt with.
         device: where blocks run and codes are chosen.
         restart: whether what an earlier run, stopped, has finished is thrown away.
-        keep_statistics: see `quantize_checkpoint`.
+        keep_statistics, calibration_memory, ranks: see `quantize_checkpoint`.
         **options: the other fields of `QuantizeOptions`.
 
     Returns:
@@ -242,4 +246,6 @@ def quantize(
         device=device,
         restart=restart,
         keep_statistics=keep_statistics,
+        calibration_memory=calibration_memory,
+        ranks=ranks,
     )
