@@ -76,6 +76,12 @@ Transforms = Annotated[
         "or NAME:SETTING=VALUE,...; may be repeated.",
     ),
 ]
+ActivationPercentile = Annotated[
+    float,
+    typer.Option(
+        "--activation-percentile", help="Per cent of an input's magnitudes that its static scale reaches; 100: all."
+    ),
+]
 Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
 Algorithm = Annotated[
     str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")

@@ -36,6 +36,7 @@ def quantize(
     calibration_length: options.CalibrationLength = 512,
     kv_cache: options.KvCache = None,
     transform: options.Transforms = None,
+    activation_percentile: options.ActivationPercentile = 100.0,
     bits_per_weight: options.BitsPerWeight = None,
     fit: options.Fit = None,
     context: options.Context = 0,
@@ -49,11 +50,9 @@ def quantize(
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
-    from fewbit.checkpoints.output import parse_size
     from fewbit.models.quantize import QuantizeOptions
     from fewbit.spec.recipe import ScaleRules
 
-    rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
         scheme=scheme,
         group_size=group_size,
@@ -63,23 +62,29 @@ def quantize(
         algorithm=algorithm,
         settings=options.parse_settings(settings),
         short_last_group=short_last_group,
-        scale_rules=rules,
+        scale_rules=ScaleRules(integer_scale_rule, mx_scale_rule),  # type: ignore[arg-type] - it checks the words
         calibration_text=calibration_text,
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
         kv_cache=kv_cache,
         transforms=tuple(transform or ()),
+        activation_percentile=activation_percentile,
         bits_per_weight=bits_per_weight,
         fit=fit,
         context=context,
         candidates=tuple(candidate or ()),
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, max_kl, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    _carry_out(model, output, asked, max_kl, json, max_shard_size, **how)
 
 
-def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
+def _carry_out(
+    model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, shard_size: str, **how: Any
+) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
+    from fewbit.checkpoints.output import parse_size
+
+    how["max_shard_bytes"] = parse_size(shard_size)
     report = (
         _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
     )
