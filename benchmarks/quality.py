@@ -152,6 +152,7 @@ def main(
     transform: Annotated[list[str] | None, typer.Option(help="none, awq, rotation, rotation+awq, ...")] = None,
     calibration_text: Annotated[Path | None, typer.Option(help="UTF-8 text for calibration.")] = None,
     calibration_windows: Annotated[int, typer.Option(help="Windows of 512 tokens for calibration.")] = 128,
+    self_samples: Annotated[int | None, typer.Option(help="Of them, windows that the model writes itself.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON here.")] = None,
 ) -> None:
@@ -162,6 +163,7 @@ def main(
     calibration = {
         "calibration_text": None if calibration_text is None else str(calibration_text),
         "calibration_windows": calibration_windows,
+        "self_samples": self_samples,
     }
     reference = load(model, device=device, dtype=torch.float32)
     bench = Bench(model, ids.to(device), reference, device, calibration, activations)

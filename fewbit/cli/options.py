@@ -33,13 +33,24 @@ MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents a
 IntegerRule = Annotated[
     str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
 ]
+Embeddings = Annotated[
+    str | None,
+    typer.Option("--embeddings", help="Quantize the input embedding, and a head tied to it, by a preset, say W8A16."),
+]
 KvCache = Annotated[
     str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
 ]
 CalibrationText = Annotated[
     str | None,
     typer.Option(
-        "--calibration-text", help="Text for calibration, .txt, .jsonl or .parquet; built-in prose by default."
+        "--calibration-text",
+        help="Text for calibration: .txt, .jsonl, .parquet, or hub:NAME[:CONFIG[:SPLIT]]; built-in prose by default.",
+    ),
+]
+SelfSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--self-samples", min=0, help="Calibration windows that the model writes itself; some where no text is given."
     ),
 ]
 CalibrationWindows = Annotated[

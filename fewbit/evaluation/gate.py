@@ -130,7 +130,7 @@ class _Gate:
             return score(trial, self.model, windows, text, device=self.device, on_window=lambda: advance(1))
 
     def _choices(self, plan: Plan, calibration: Calibration | None) -> LayerChoices:
-        seen = calibration or read_calibration(self.model, self.asked)
+        seen = calibration or read_calibration(self.model, self.asked, self.device)
         with self.stage("Measuring sensitivity", 1) as advance:
             return promotion_choices(
                 self.model,

@@ -28,7 +28,7 @@ from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import outcome_of
-from fewbit.models.plan import Plan
+from fewbit.models.plan import Plan, stated_config
 from fewbit.models.replace import tensor_slot
 from fewbit.models.solver import LayerSolver
 from fewbit.models.statistics import BlockStatistics, StatisticsStore
@@ -223,8 +223,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        keys = {name: layer.key for name, layer in self.layers.items()}
-        config = self.checkpoint.config(keys, self.plan.plain)
+        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:
