@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fewbit.errors import SchemeError
+
+if TYPE_CHECKING:
+    from fewbit.spec.recipe import ScaleRules
 
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it, or a .gguf file.")
@@ -139,6 +142,17 @@ Mix = Annotated[
         "--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1:1 4096:0.01 by default."
     ),
 ]
+
+
+def scale_rules(integer: str, mx: str) -> ScaleRules:
+    """The rules of these names.
+
+    Raises:
+        SchemeError: one is unknown.
+    """
+    from fewbit.spec.recipe import ScaleRules
+
+    return ScaleRules(integer, mx)  # type: ignore[arg-type] - it checks the words itself
 
 
 def parse_settings(given: list[str] | None) -> dict[str, str]:

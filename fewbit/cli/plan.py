@@ -16,6 +16,7 @@ def plan(
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
     short_last_group: options.ShortLastGroup = False,
+    transform: options.Transforms = None,
     max_shard_size: options.ShardSize = "5GB",
     device: options.Device = "auto",
     json: options.Json = False,
@@ -25,7 +26,14 @@ def plan(
     from fewbit.checkpoints.output import parse_size
     from fewbit.models.quantize import QuantizeOptions
 
-    asked = QuantizeOptions(scheme, group_size, tuple(ignore or ()), format, short_last_group=short_last_group)
+    asked = QuantizeOptions(
+        scheme,
+        group_size,
+        tuple(ignore or ()),
+        format,
+        short_last_group=short_last_group,
+        transforms=tuple(transform or ()),
+    )
     made = asked.plan(model)
     summary = summarize(made, hardware(device), parse_size(max_shard_size))
     if json:

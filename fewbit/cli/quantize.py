@@ -23,10 +23,8 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
-    ] = None,
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -53,7 +51,6 @@ def quantize(
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
     from fewbit.models.quantize import QuantizeOptions
-    from fewbit.spec.recipe import ScaleRules
 
     asked = QuantizeOptions(
         scheme=scheme,
@@ -64,7 +61,7 @@ def quantize(
         algorithm=algorithm,
         settings=options.parse_settings(settings),
         short_last_group=short_last_group,
-        scale_rules=ScaleRules(integer_scale_rule, mx_scale_rule),  # type: ignore[arg-type] - it checks the words
+        scale_rules=options.scale_rules(integer_scale_rule, mx_scale_rule),
         calibration_text=calibration_text,
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
@@ -78,16 +75,24 @@ def quantize(
         context=context,
         candidates=tuple(candidate or ()),
     )
-    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, max_kl, json, max_shard_size, **how)
+    _carry_out(model, output, asked, max_kl, json, max_shard_size, device, restart, keep_statistics)
 
 
 def _carry_out(
-    model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, shard_size: str, **how: Any
+    model: Path,
+    output: Path,
+    asked: QuantizeOptions,
+    max_kl: float | None,
+    json: bool,
+    shard_size: str,
+    device: str,
+    restart: bool,
+    keep_statistics: Path | None,
 ) -> None:
-    """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
+    """Plans, quantizes and says what came of it."""
     from fewbit.checkpoints.output import parse_size
 
+    how: dict[str, Any] = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
     how["max_shard_bytes"] = parse_size(shard_size)
     report = (
         _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
