@@ -50,6 +50,7 @@ class QuantizeOptions:
         settings: the algorithm's own, by name.
         transforms: equivalent transformations before the codes are chosen, in order: `awq`, `smoothquant`, `rotation`,
             each `name` or `name:setting=value,setting=value`.
+        activation_percentile: per cent of an input's magnitudes that its static scale reaches; 100 is the largest one.
         short_last_group: whether a group size that does not divide K may leave a shorter last group.
         scale_rules: see `ScaleRules`.
         calibration_text: file of text for calibration, or `hub:NAME`, see `read_text`; None for the built-in prose.
@@ -77,6 +78,7 @@ class QuantizeOptions:
     embeddings: str | None = None
     kv_cache: str | None = None
     transforms: tuple[str, ...] = ()
+    activation_percentile: float = 100.0
     bits_per_weight: float | None = None
     fit: str | None = None
     context: int = 0
@@ -102,7 +104,13 @@ class QuantizeOptions:
         chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
         transforms = tuple(parse_transform(text).record for text in self.transforms)
         return Recipe(
-            scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules, transforms=transforms
+            scheme,
+            self.format,
+            chosen.name,
+            chosen.settings_by_name,
+            self.scale_rules,
+            transforms=transforms,
+            activation_percentile=self.activation_percentile,
         )
 
     def budget(self) -> Budget | None:
