@@ -121,7 +121,7 @@ def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, qui
 def print_budget(budget: Mapping[str, Any]) -> None:
     """The frontier that a bit budget saw, and what it chose."""
     rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
-    console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))
+    console.print(table("Frontier", dict.fromkeys(("bits per weight", "least predicted KL"), "right"), rows))
     chosen = ", ".join(f"{key} {share:.1%}" for key, share in budget["keys"].items())
     console.print(
         f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "
