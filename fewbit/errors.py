@@ -31,6 +31,11 @@ class FewbitError(Exception):
         self.message = message
         self.hint = hint
 
+    def add_hint(self, hint: str) -> None:
+        """Adds a sentence to the hint."""
+        self.hint = f"{self.hint} {hint}".strip()
+        self.args = (f"{self.message} {self.hint}",)
+
 
 class SchemeError(FewbitError):
     """A scheme, key, preset or pattern that cannot be understood."""

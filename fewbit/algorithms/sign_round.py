@@ -1,18 +1,20 @@
 """Sign-gradient rounding: the codes and scales of a whole block are tuned together, by gradients of its output.
 
-GPTQ's result is where it starts. Every weight gets an offset of at most half a step before it is rounded, every group a
-factor on its scale, and both move by the sign of their gradient, rounding being passed straight through. What is
-minimized is the distance of the block's output from that of the unquantized model, on what the quantized blocks before
-it put out, relative to the size of each token's state: the norm at the head of the next block divides by that size.
-The result is kept only where it lowers this distance over all calibration windows.
+It starts from the nearest codes on searched scales. Every weight gets an offset of at most half a step before it is
+rounded, every group a factor on its scale, and both move by the sign of their gradient, rounding being passed
+straight through. What is minimized is the distance of the block's output from that of the unquantized model, on what
+the quantized blocks before it put out, relative to the size of each token's state: the norm at the head of the next
+block divides by that size. GPTQ is run as well, and of the two results the nearer one over all calibration windows is
+kept: on SmolLM2 that is GPTQ's in the first two blocks. Tuning from GPTQ's codes instead gains next to nothing: they
+are a minimum already.
 
-Sources: Cheng et al., SignRound (arXiv 2309.05516) and AutoRound's defaults (0.16): a rate of 1 / iterations that falls
-linearly, offsets within half a step.
+Sources: Cheng et al., SignRound (arXiv 2309.05516) and AutoRound 0.16: a rate that falls linearly, offsets within
+half a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,23 +29,19 @@ from fewbit.numerics import decode, encode
 
 @dataclass(frozen=True)
 class SignRoundSettings(GptqSettings):
-    """Settings of GPTQ, where it starts, and its own.
+    """Settings of GPTQ, which it is measured against, and its own.
 
     Attributes:
         iterations: steps of gradient descent for each block.
         batches: batches of calibration windows that each step reads.
-        cell: how far from its value a weight may start, in steps; half a step is where another value begins.
-        rounding_rate: how far an offset may move in all, in steps.
-        magnitudes: whether steps keep the relative size of the gradients instead of their sign alone.
-        scale_rate: how far a scale may move in all, as a fraction of it.
+        rounding_reach: how far an offset may move in all, in steps.
+        scale_reach: how far a scale may move in all, as a fraction of it.
     """
 
-    iterations: int = 100
+    iterations: int = 200
     batches: int = 2
-    cell: float = 0.45
-    rounding_rate: float = 0.25
-    magnitudes: bool = False
-    scale_rate: float = 0.02
+    rounding_reach: float = 1.0
+    scale_reach: float = 0.1
 
 
 class SignRound(Gptq):
@@ -54,8 +52,11 @@ class SignRound(Gptq):
     refines_blocks: ClassVar[bool] = True
 
     def refine(self, block: BlockTask) -> dict[str, LayerResult]:
-        tuned = {name: _Tuned(task, block.results[name], self.settings.cell) for name, task in block.tasks.items()}
-        before = _distance(block, {name: one.start for name, one in tuned.items()})
+        tuned = {
+            task.name: _Tuned(task, result)
+            for tasks in _by_input(block.tasks.values())
+            for task, result in zip(tasks, self._nearest(tasks), strict=True)
+        }
         generator = torch.Generator().manual_seed(0)
         iterations, count = self.settings.iterations, min(self.settings.batches, block.batches)
         for step in range(iterations):
@@ -67,31 +68,46 @@ class SignRound(Gptq):
             for name, one in tuned.items():
                 gradient = weights[name].grad
                 if gradient is not None:
-                    one.step(
-                        gradient,
-                        self.settings.rounding_rate * rate,
-                        self.settings.scale_rate * rate,
-                        self.settings.magnitudes,
-                    )
-        if not _distance(block, {name: one.final() for name, one in tuned.items()}) < before:
+                    one.step(gradient, self.settings.rounding_reach * rate, self.settings.scale_reach * rate)
+        compensated = {name: _meaning(result) for name, result in block.results.items()}
+        if not _distance(block, {name: one.final() for name, one in tuned.items()}) < _distance(block, compensated):
             return dict(block.results)
         return {name: one.result(self.name) for name, one in tuned.items()}
+
+    def _nearest(self, tasks: list[LayerTask]) -> list[LayerResult]:
+        """The nearest codes on searched scales, for layers that read one input."""
+        own = {name: getattr(self.settings, name) for name in Gptq().settings_by_name}
+        return Gptq(own | {"compensate": False, "sweeps": 0}).quantize_layers(tasks)
+
+
+def _by_input(tasks: Iterable[LayerTask]) -> list[list[LayerTask]]:
+    """Tasks by the statistics that they share."""
+    found: dict[int, list[LayerTask]] = {}
+    for task in tasks:
+        found.setdefault(id(task.statistics), []).append(task)
+    return list(found.values())
+
+
+def _meaning(result: LayerResult) -> Tensor:
+    """The weight that a result stands for, float32 [N, K]."""
+    record = result.record
+    values = decode(record["codes"], record.key.element)
+    return Scales.of(record).grid(tuple(values.shape)).meaning(values)
 
 
 class _Tuned:
     """One layer's offsets and factors."""
 
-    def __init__(self, task: LayerTask, result: LayerResult, cell: float) -> None:
+    def __init__(self, task: LayerTask, result: LayerResult) -> None:
         self.task, self.scales = task, Scales.of(result.record)
         self.target = task.weight.float()
         self.shape = tuple(self.target.shape)
         self.grid = self.scales.grid(self.shape)
         values = decode(result.record["codes"], result.record.key.element)
-        self.start = self.grid.meaning(values)
         steps = self.target / self.grid.scale
         if self.grid.zero is not None:
             steps += self.grid.zero
-        self.base = torch.clamp(steps, values - cell, values + cell)
+        self.base = torch.clamp(steps, values - 0.5, values + 0.5)
         self.offset = torch.zeros_like(values)
         self.factor = torch.ones(self.scales.scale.shape, device=values.device)
         self.values = values
@@ -102,13 +118,13 @@ class _Tuned:
         self.values = unit.rounded(self.base + self.offset)[0]
         return self.grid.meaning(self.values) * self.scales.spread(self.factor, self.shape)
 
-    def step(self, gradient: Tensor, rate: float, scale_rate: float, magnitudes: bool) -> None:
+    def step(self, gradient: Tensor, rate: float, scale_rate: float) -> None:
         """One step down the sign of the gradient of the weight."""
         slope = gradient * self.grid.scale
-        self.offset.sub_(_direction(slope, magnitudes), alpha=rate).clamp_(-0.5, 0.5)
+        self.offset.sub_(slope.sign(), alpha=rate).clamp_(-0.5, 0.5)
         if self.scales.key.scale.element.bits >= 16:
             slope = self.scales.gathered(gradient * self.grid.meaning(self.values))
-            self.factor.sub_(_direction(slope, magnitudes), alpha=scale_rate)
+            self.factor.sub_(slope.sign(), alpha=scale_rate)
 
     def final(self) -> Tensor:
         """The weight with scales as they will be stored."""
@@ -125,13 +141,6 @@ class _Tuned:
         gram = None if statistics is None or statistics.products is None else statistics.gram
         loss = relative_loss(self.target, self.grid.meaning(self.values), gram)
         return LayerResult(self.scales.record(self.values), method, loss)
-
-
-def _direction(slope: Tensor, magnitudes: bool) -> Tensor:
-    if not magnitudes:
-        return slope.sign()
-    size = slope.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    return (slope / size).clamp_(-4, 4)
 
 
 def _distance(block: BlockTask, weights: Mapping[str, Tensor]) -> float:

@@ -103,7 +103,6 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         CheckpointError: something in it is malformed or not supported, which is named.
     """
     _refuse_sparsity(config)
-    _refuse_transforms(config)
     _format(config.get("format"), "format")
     if config.get("moe_sparsity_config"):
         raise CheckpointError("moe_sparsity_config (pruned experts) is not supported.", "Use the unpruned checkpoint.")
@@ -353,17 +352,6 @@ def _group_formats(config: Mapping[str, Any]) -> list[Any]:
     groups = config.get("config_groups") or {}
     values = groups.values() if isinstance(groups, dict) else []
     return [value.get("format") for value in values if isinstance(value, dict)]
-
-
-def _refuse_transforms(config: Mapping[str, Any]) -> None:
-    transforms = typed(config.get("transform_config") or {}, dict, "transform_config")
-    groups = typed(transforms.get("config_groups") or {}, dict, "transform_config.config_groups")
-    if groups:
-        types = sorted({str(value.get("type")) if isinstance(value, dict) else str(value) for value in groups.values()})
-        raise CheckpointError(
-            f"transform_config asks for transforms ({', '.join(types)}), which fewbit does not run yet.",
-            "Use a checkpoint that was quantized without them.",
-        )
 
 
 def _format(name: Any, where: str) -> None:

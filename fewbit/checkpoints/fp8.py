@@ -112,6 +112,14 @@ class Fp8(LinearFormat):
             config["scale_fmt"] = "ue8m0" if weight.scale.element == E8M0 else "float"
         return config
 
+    def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+        if key != _STATIC:
+            return super().with_kv_cache(config, key)
+        return {**config, "kv_cache_scheme": "static"}
+
+    def cache_scale(self, attention: str, side: str) -> str:
+        return f"{attention}.{side}_proj.output_scale"
+
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
         """Variants are named by their scales: `weight_scale_inv`, or `weight_scale+input_scale` where one is static."""
         weight = key.weight

@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-
 from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher, matches
 from fewbit.spec.scheme import Scheme
+from fewbit.spec.transform import Transform
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fewbit.checkpoints.files import CheckpointFiles  # which imports this module
 
 
@@ -75,6 +76,9 @@ class CheckpointFormat(ABC):
     writes_layers: ClassVar[bool] = True
     """Whether it can be written for linear layers: not where it holds stacks of experts only, or has no writer."""
 
+    describes_embeddings: ClassVar[bool] = False
+    """Whether its configuration can say of an embedding that it is quantized."""
+
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
 
@@ -103,6 +107,18 @@ class CheckpointFormat(ABC):
         Raises:
             CheckpointError: the configuration is not one of this format, or asks for what is not supported.
         """
+
+    def transforms(self, config: Mapping[str, Any]) -> tuple[Transform, ...]:
+        """Matrices that weights were multiplied with and activations must be.
+
+        Raises:
+            CheckpointError: the configuration's account of them is malformed.
+        """
+        return ()
+
+    def transform_tensors(self, module: str, transform: Transform) -> tuple[str, str]:
+        """Names on disk of a transform's matrix and of its permutation, below the module that has them."""
+        raise NotImplementedError(f"{self.name} has no transforms")
 
     @abstractmethod
     def describe(
@@ -162,6 +178,10 @@ class CheckpointFormat(ABC):
     def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
         return None
+
+    def with_embeddings(self, config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """`config`, in which the quantized layers of these names are embeddings and no linear layers."""
+        return dict(config)
 
     def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
         """`config` with the key of a quantized KV cache.

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
 from fewbit.errors import OutputError
+from fewbit.lazy import torch
 
 _UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])},
@@ -45,6 +44,7 @@ _QUANTIZATION_FILES = (
     "quantization_config.json",
     "fewbit_recipe.json",
     "quantization_report.json",
+    "quantization_report.html",
 )
 _MAX_NESTED_BYTES = 100_000_000
 """Files of sub-folders beyond this are data (other exports of the model), not company of the tokenizer."""
@@ -64,6 +64,52 @@ def parse_size(text: str) -> int:
     return size
 
 
+class TensorBuffer:
+    """Tensors by name that will be one file.
+
+    Attributes:
+        tensors: name -> tensor, each alone in its storage.
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+        self._addresses: set[int] = set()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor, which must not change until it is written."""
+        self.tensors[name] = self._owned(tensor)
+        self.nbytes += tensor.nbytes
+
+    def save(self, file: Path) -> None:
+        """Writes them all to a new file.
+
+        Raises:
+            OutputError: safetensors refuses them.
+            OSError: the file cannot be written.
+        """
+        from safetensors.torch import save_file  # imports torch
+
+        try:
+            save_file(self.tensors, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # the library reports a full disk as text
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise OutputError(f"{file} cannot be written: {error}.", "See the message.") from error
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        file.chmod(file.parent.stat().st_mode & 0o666)  # the library creates files for their owner alone
+
+    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it alone fills its storage, in order; else a copy, because safetensors refuses views."""
+        tensor = tensor.detach().cpu()
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if not whole or tensor.data_ptr() in self._addresses:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self._addresses.add(tensor.data_ptr())
+        return tensor
+
+
 class ShardWriter:
     """Collects tensors and writes them in shards of at most `max_shard_bytes`; memory stays at one shard.
 
@@ -79,9 +125,7 @@ class ShardWriter:
         self.nbytes = 0
         self.file_of: dict[str, str] = {}
         self._shards: list[list[str]] = []
-        self._buffer: dict[str, torch.Tensor] = {}
-        self._addresses: set[int] = set()
-        self._buffered = 0
+        self._buffer = TensorBuffer()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a tensor, which must not change until it is written; one larger than a shard gets its own.
@@ -89,17 +133,16 @@ class ShardWriter:
         Raises:
             OutputError: the name was added before, or a shard cannot be written.
         """
-        if name in self._buffer or name in self.file_of:
+        if name in self._buffer.tensors or name in self.file_of:
             raise OutputError(f"Tensor {name!r} is written twice.", "Two modules of the model have one name on disk.")
-        if self._buffer and self._buffered + tensor.nbytes > self.max_shard_bytes:
+        if self._buffer.tensors and self._buffer.nbytes + tensor.nbytes > self.max_shard_bytes:
             self._flush()
-        self._buffer[name] = self._owned(tensor)
-        self._buffered += tensor.nbytes
+        self._buffer.add(name, tensor)
         self.nbytes += tensor.nbytes
 
     def finish(self) -> list[str]:
         """Writes what is left, gives the shards their final names and writes the index; returns the files' names."""
-        if self._buffer or not self._shards:
+        if self._buffer.tensors or not self._shards:
             self._flush()
         count = len(self._shards)
         names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -112,28 +155,12 @@ class ShardWriter:
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         return [*names, INDEX]
 
-    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it alone fills its storage, in order; else a copy, because safetensors refuses views."""
-        tensor = tensor.detach().cpu()
-        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        if not whole or tensor.data_ptr() in self._addresses:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        self._addresses.add(tensor.data_ptr())
-        return tensor
-
     def _flush(self) -> None:
         file = self.folder / _temporary(len(self._shards))
-        try:
-            save_file(self._buffer, file, metadata={"format": "pt"})
-        except SafetensorError as error:  # the library reports a full disk as text
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise OutputError(f"{file} cannot be written: {error}.", "See the message.") from error
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-        file.chmod(self.folder.stat().st_mode & 0o666)  # the library creates files for their owner alone
-        self.file_of.update(dict.fromkeys(self._buffer, file.name))
-        self._shards.append(list(self._buffer))
-        self._buffer, self._addresses, self._buffered = {}, set(), 0
+        self._buffer.save(file)
+        self.file_of.update(dict.fromkeys(self._buffer.tensors, file.name))
+        self._shards.append(list(self._buffer.tensors))
+        self._buffer = TensorBuffer()
 
 
 @contextmanager
@@ -144,22 +171,33 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
         OutputError: `out` exists, its parent cannot be written, or the disk is full.
     """
     out = Path(out).absolute()
-    _require_free(out)
+    require_free(out)
     made: list[Path] = []
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
-        with _disk_errors(out, staging):
-            made = _make_parents(out.parent)
+        with disk_errors(out, staging):
+            made = make_parents(out.parent)
             staging.mkdir()
             yield staging
-            _sync(staging)
-            _require_free(out)
-            staging.rename(out)
+            publish(staging, out)
             made = []
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         for folder in reversed(made):
             folder.rmdir()
+
+
+def publish(staging: Path, out: Path) -> None:
+    """Gives a complete folder its name, its bytes being on disk before.
+
+    Raises:
+        OutputError: `out` exists by now.
+    """
+    for path in (*staging.rglob("*"), staging):
+        sync(path)
+    require_free(out)
+    staging.rename(out)
+    sync(out.parent)
 
 
 def copy_side_files(source: Path, destination: Path) -> list[str]:
@@ -203,30 +241,31 @@ def _temporary(number: int) -> str:
     return f"shard-{number:05}.safetensors"
 
 
-def _require_free(out: Path) -> None:
+def require_free(out: Path) -> None:
+    """Raises OutputError where something of that name exists."""
+    """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")
 
 
-def _make_parents(folder: Path) -> list[Path]:
+def make_parents(folder: Path) -> list[Path]:
     """Creates `folder`; returns the folders that were not there, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
 
 
-def _sync(folder: Path) -> None:
-    """Forces files and directories of `folder` to disk, so that a crash after the rename cannot leave empty ones."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Forces a file or a directory to disk, so that a crash after a rename cannot leave an empty one."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
-def _disk_errors(out: Path, staging: Path) -> Iterator[None]:
+def disk_errors(out: Path, staging: Path) -> Iterator[None]:
     """Turns errors of the output's own place into OutputError; errors of other files, sources say, pass."""
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.interface import StoredLayer
-from fewbit.errors import CheckpointError, closest
+from fewbit.errors import CheckpointError, OutputError, closest
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, Element, integer
 from fewbit.spec.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block, group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
@@ -29,6 +29,9 @@ VERSION = "0.13"
 
 PACK_METHODS = ("reorder", "order")
 """Orders of four-bit codes inside a word, the one that is written first."""
+
+_CACHED = ("*k_proj", "*v_proj")
+"""Layers whose output is cached, as `export.kv_cache_group` names them."""
 
 UNSIGNED = "unsigned"
 """Word of a variant: codes and zero points are stored as unsigned numbers."""
@@ -111,6 +114,29 @@ def config_of(layers: Mapping[str, StoredLayer], plain: Sequence[str]) -> dict[s
             "weight_merge_groups": None,
         },
     }
+
+
+def with_cache_of(config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
+    """`config` with the KV cache that k_proj and v_proj put out, as their layers' output.
+
+    Raises:
+        OutputError: the format cannot describe the key, or not beside what k_proj and v_proj are.
+    """
+    if key.granularity != TENSOR or key.global_scale or key.element.name not in _NAMES or not key.symmetric:
+        raise OutputError(
+            f"quark describes KV caches with one scale for the tensor of FP8 numbers, found {key}.",
+            "Choose another key for the KV cache, or leave it unquantized.",
+        )
+    named = config.get("layer_quant_config", {})
+    apart = [name for name in named if name.rpartition(".")[2] in ("k_proj", "v_proj")]
+    if apart:
+        raise OutputError(
+            f"quark describes a KV cache of {key} beside one key for all k_proj and v_proj; {apart[0]} has its own.",
+            "Quantize all of them alike, or leave the KV cache unquantized.",
+        )
+    usual = config.get("global_quant_config", _EMPTY) | {"output_tensors": _specs(key, False, of_weight=False)}
+    export = config.get("export", {}) | {"kv_cache_group": list(_CACHED)}
+    return {**config, "layer_quant_config": {**named, **dict.fromkeys(_CACHED, usual)}, "export": export}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

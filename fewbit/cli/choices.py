@@ -72,12 +72,17 @@ def hardware(name: str, assumed: list[str] | None = None) -> Hardware:
 
 
 def preference(
-    backend: str | None, disabled: list[str] | None, strict: bool, mix: list[str] | None = None
+    backend: str | None,
+    disabled: list[str] | None,
+    strict: bool,
+    mix: list[str] | None = None,
+    by_key: list[str] | None = None,
+    batch_invariant: bool = False,
 ) -> Preference:
     """What the user asked of the kernel choice.
 
     Raises:
-        SchemeError: a kernel to disable does not exist, or a part of the mix cannot be read.
+        SchemeError: a kernel to disable or a family does not exist, or a part of the mix cannot be read.
     """
     from fewbit.kernels.registry import linear_kernels
     from fewbit.kernels.select import Preference
@@ -85,8 +90,28 @@ def preference(
     for name in disabled or []:
         if name not in linear_kernels():
             raise SchemeError(f"There is no kernel {name!r} to disable.", closest(name, linear_kernels()))
-    asked = Preference(backend, frozenset(disabled or []), strict)
+    asked = Preference(
+        backend, _backends(by_key or []), frozenset(disabled or []), strict, batch_invariant=batch_invariant
+    )
     return replace(asked, mix=_mix(mix)) if mix else asked
+
+
+def _backends(parts: list[str]) -> dict[str, str]:
+    """`nvfp4=emulation` and `W8A8=triton_int8` -> family or text of a key -> backend or kernel."""
+    from fewbit.kernels.registry import families
+    from fewbit.spec.key import LinearKey
+    from fewbit.spec.presets import preset
+
+    found: dict[str, str] = {}
+    for part in parts:
+        key, equals, name = part.rpartition("=")
+        if not equals or not key or not name:
+            raise SchemeError(f"Cannot read the backend {part!r}.", "Write KEY=NAME, say nvfp4=emulation.")
+        if key in {family.name for family in families()}:
+            found[key] = name
+        else:
+            found[str(LinearKey.parse(key) if ":" in key else preset(key).rules[0].key)] = name
+    return found
 
 
 def _mix(parts: list[str]) -> dict[int, float]:

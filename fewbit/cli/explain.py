@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,15 +29,17 @@ def explain(
     ] = None,
     dtype: options.Dtype = "auto",
     linear_backend: options.Backend = None,
+    backend: options.KeyBackends = None,
     disable_kernel: options.DisableKernel = None,
     strict: options.Strict = False,
+    batch_invariant: options.BatchInvariant = False,
     mix: options.Mix = None,
     json: options.Json = False,
 ) -> None:
     """Print every candidate kernel with its verdict. Works for devices that this machine does not have."""
     quiet_libraries()
     target = hardware(device, assume)
-    wanted = preference(linear_backend, disable_kernel, strict, mix)
+    wanted = preference(linear_backend, disable_kernel, strict, mix, backend, batch_invariant)
     element = element_of(dtype)
     requests = (
         stored_requests(model, element) if model else {asked_request(scheme, group_size, shape, element): "layer"}
@@ -140,7 +143,7 @@ def stored_requests(model: Path, element: str) -> dict[Any, str]:
 def _explain(name: str, request: Any, target: Any, wanted: Any) -> dict[str, Any]:
     from fewbit.kernels.registry import choose_kernel
 
-    choice = choose_kernel(request, target, wanted)
+    choice = choose_kernel(replace(request, batch_invariant=wanted.batch_invariant), target, wanted)
     return {
         "layer": name,
         "key": str(request.key),

@@ -6,12 +6,11 @@ from math import prod
 from typing import Any
 
 from fewbit.cli import options
-from fewbit.cli.output import console, print_json, quiet_libraries, size, table
+from fewbit.cli.output import console, print_json, size, table
 
 
 def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
     """Print the format, the scheme by group of modules, bits per weight, bytes and oddities. No weight is read."""
-    quiet_libraries()
     from fewbit.models.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(model)
@@ -21,6 +20,7 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
             {
                 "format": found.format, "decided_by": found.decided_by, "bytes": found.bytes,
                 "quantized_bytes": found.quantized_bytes, "groups": groups, "oddities": found.oddities,
+                "transforms": found.transforms,
             }
         )  # fmt: skip
         return
@@ -42,6 +42,8 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
             plain[layer.reason] = plain.get(layer.reason, 0) + layer.bytes
     for reason, held in sorted(plain.items(), key=lambda item: -item[1]):
         console.print(f"Not quantized: {size(held)}, {reason}.")
+    for transform in found.transforms:
+        console.print(f"Transform {transform}.")
     for oddity in found.oddities:
         console.print(f"[yellow]Oddity:[/] {oddity}")
 

@@ -149,6 +149,9 @@ class Kernel(ABC):
     reference: ClassVar[bool] = False
     """Whether it is the definition that accepts everything."""
 
+    untested: ClassVar[str] = ""
+    """What to tell people where the kernel never ran on such a device, else an empty text."""
+
     def numerics(self, request: KernelRequest) -> Numerics:
         """What the kernel does with the request's numbers."""
         if self.reference:

@@ -14,6 +14,7 @@ from fewbit.discovery import implementations
 from fewbit.errors import SchemeError
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.moe.interface import MoeKernel, MoeRequest
+from fewbit.kernels.not_built import not_built
 from fewbit.kernels.oracles.family import Family
 from fewbit.kernels.select import Choice, Preference, choose
 from fewbit.kernels.tuned.table import table_for
@@ -23,8 +24,9 @@ from fewbit.spec.key import LinearKey
 
 @cache
 def linear_kernels() -> dict[str, LinearKernel]:
-    """Every linear kernel by name."""
-    return implementations(fewbit.kernels.linear, LinearKernel)  # type: ignore[type-abstract]
+    """Every linear kernel by name, those that are named in the field and refuse here among them."""
+    built = implementations(fewbit.kernels.linear, LinearKernel)  # type: ignore[type-abstract]
+    return built | not_built()
 
 
 @cache
@@ -54,7 +56,7 @@ def choose_kernel(
         KernelError: see `select.choose`.
     """
     table = table_for(hardware)
-    if table is not None and not preference.costs:
+    if table is not None and not preference.costs and not request.batch_invariant:  # measured by other plans
         costs = table.costs_of(request, preference.mix)
         preference = replace(preference, costs=costs, cost_source=str(table) if costs else "")
     return choose(request, hardware, linear_kernels().values(), family_of(request.key), preference)

@@ -11,7 +11,7 @@ Order of preference, always in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from fewbit.errors import KernelError, closest
@@ -21,6 +21,9 @@ from fewbit.spec.hardware import Hardware
 
 K = TypeVar("K", bound=Kernel)
 
+DEFAULT_MIX: Mapping[int, float] = {1: 1.0, 4096: 0.01}
+"""One row at a time, and a prompt of four thousand for every hundred of these."""
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -28,19 +31,27 @@ class Preference:
 
     Attributes:
         backend: use this backend or kernel and no other, None for the best.
+        backends: the same for some layers only, by the name of their family or the text of their key.
         disabled: kernels that must not be used, by name.
         strict: refuse a kernel that changes the numbers the checkpoint asks for.
         costs: kernel name -> measured microseconds for this request on this hardware.
         cost_source: where the costs come from, for people.
-        mix: rows of x -> how much they count, where costs are taken from a table.
+        mix: rows of x -> how much they count, where costs are taken from a table; see `DEFAULT_MIX`.
+        batch_invariant: a row gets the same bits whatever the number of rows is.
     """
 
     backend: str | None = None
+    backends: Mapping[str, str] = field(default_factory=dict, hash=False)
     disabled: frozenset[str] = frozenset()
     strict: bool = False
     costs: Mapping[str, float] = field(default_factory=dict, hash=False)
     cost_source: str = ""
-    mix: Mapping[int, float] = field(default_factory=lambda: {1: 1.0}, hash=False)
+    mix: Mapping[int, float] = field(default_factory=lambda: DEFAULT_MIX, hash=False)
+    batch_invariant: bool = False
+
+    def backend_of(self, request: KernelRequest, family: Family) -> str | None:
+        """What was asked for this request: for its key, for its family, or for all."""
+        return self.backends.get(str(request.key)) or self.backends.get(family.name) or self.backend
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,12 @@ class Choice(Generic[K]):
     @property
     def note(self) -> str:
         """One sentence where the choice changes numbers or is slow on purpose, else an empty text."""
-        return _NOTES[self.numerics]
+        note = _NOTES[self.numerics]
+        emulating = next((one for one in self.verdicts if not one.refusal and one.numerics is Numerics.EMULATES), None)
+        if self.numerics is Numerics.DROPS_ACTIVATION and emulating is not None:
+            kernel = emulating.kernel
+            note += f"; strict, or asking for {kernel.backend}, runs {kernel.name}, which emulates them"
+        return "; ".join(part for part in (note, self.kernel.untested) if part)
 
 
 _NOTES = {
@@ -99,6 +115,7 @@ def choose(
         KernelError: the forced backend does not exist or refuses, or strict mode leaves no kernel; the message lists
             every candidate's reason.
     """
+    preference = replace(preference, backend=preference.backend_of(request, family))
     verdicts = [_judge(kernel, request, hardware, preference) for kernel in candidates]
     admissible = [verdict for verdict in verdicts if verdict.refusal is None]
     measured = {

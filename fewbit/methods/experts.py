@@ -61,7 +61,7 @@ def fuse_experts(
         placement: where they run. A backend or a kernel that was asked for or disabled by name means linear layers.
     """
     covered = activation in ACTIVATIONS and any(family.covers(key) for family in moe_families())
-    if placement.preference.backend or not covered:
+    if placement.preference.backend or placement.preference.backends or not covered:
         return None
     plain = {name: [unpack_record(record) for record in members] for name, members in records.items()}
     pairs = list(zip(plain["gate"], plain["up"], strict=True))

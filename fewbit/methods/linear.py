@@ -76,16 +76,26 @@ class LinearMethod(QuantizeMethodBase):
         self.stored.create(layer)
 
     def process_weights_after_loading(self, layer: QuantizedLinear) -> None:
-        if layer.prepared is not None or self.stored is None:
-            return
+        if layer.prepared is None and self.stored is not None:
+            self.use_record(layer, self.take_record(layer))
+
+    def take_record(self, layer: QuantizedLinear) -> QuantizedTensor:
+        """The hub record of the filled parameters, which the layer no longer has then."""
+        assert self.stored is not None, "a layer whose record is given has none of its own"
         shape = (layer.out_features, layer.in_features)
         record = self.stored.checkpoint.read(self.stored.stored, self.stored.take(layer), shape)
         record.validate(self.stored.name)
-        self.use_record(layer, record)
+        return record
+
+    def request(self, record: QuantizedTensor) -> LinearRequest:
+        """What the layer asks of a kernel."""
+        return LinearRequest.of(
+            record, self.key, float_element(self.placement.dtype).name, self.placement.preference.batch_invariant
+        )
 
     def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
         """Chooses the kernel for a hub record, prepares it and keeps nothing else."""
-        request = LinearRequest.of(record, self.key, float_element(self.placement.dtype).name)
+        request = self.request(record)
         choice = self.placement.choose(request)
         prepared = choice.kernel.prepare(record, request)
         device = self.placement.device

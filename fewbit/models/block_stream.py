@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from greenlet import greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,6 +15,7 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 from fewbit.models.kv_cache import CacheWatch
+from fewbit.models.passes import HeldPasses, LiveBytes, RepeatedPasses
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
 """Names of layers that read one input, and its statistics -> what their weights have become, [N, K] each."""
@@ -26,7 +26,10 @@ Output = Callable[[Mapping[str, Tensor], int], Tensor]
 Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
 """Output, and index of a batch -> output of the unquantized model -> what the weights of all layers have become."""
 
+StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
+"""Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
+MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
@@ -41,6 +44,7 @@ class BlockStream:
         windows: int64 [count, length], on the device of what `filled` fills.
         batch: windows that pass together.
         reference: whether the states of the unquantized model are carried beside those of the quantized one.
+        most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
 
     Attributes:
         watch: sees what the block at hand would cache, while it is set.
@@ -53,8 +57,9 @@ class BlockStream:
         windows: Tensor,
         batch: int = 4,
         reference: bool = False,
+        most_held: int = MOST_HELD,
     ) -> None:
-        self.model, self.filled = model, filled
+        self.model, self.filled, self.most_held = model, filled, most_held
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
@@ -68,23 +73,65 @@ class BlockStream:
             self.states.append(state)
         self.arguments[path].append(arguments)
 
-    def gather(self, path: str, layers: Mapping[str, str]) -> dict[str, InputStatistics]:
+    def gather(self, path: str, layers: Mapping[str, str], grams: bool = False) -> dict[str, InputStatistics]:
         """Carries the states through the block at `path` as it is and gathers the inputs of its linear layers.
 
         Args:
             path: the block's, in the model.
             layers: name of a layer, whatever the caller calls it -> its path in the model.
+            grams: whether Gram matrices and mean magnitudes are gathered too.
 
         Returns:
-            Layer name -> statistics of its input, without Gram matrices.
+            Layer name -> statistics of its input; layers that read one input share one object.
         """
-        statistics = {name: InputStatistics.empty() for name in layers}
+        found: dict[str, InputStatistics] = {}
+        met: list[tuple[Tensor, str, bool]] = []  # of the batch at hand: an input, its first reader, whether it is new
+
+        def meet(name: str, x: Tensor) -> None:
+            first = next((one for one in met if one[0] is x), None)
+            if first is not None and name not in found and first[2]:
+                found[name] = found[first[1]]
+            elif first is None or found.get(name) is not found[first[1]]:
+                met.append((x, name, name not in found))
+                features = x.shape[-1] if grams else None
+                found.setdefault(name, InputStatistics.empty(features, x.device)).add(x)
+
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            with self._before_each(layers, lambda name, x: statistics[name].add(x)):
+            with self._before_each(layers, meet):
                 for index in range(len(self.states)):
                     self.states[index] = self._forward(block, path, index)
-        return statistics
+                    met.clear()
+        return {name: found[name] if name in found else InputStatistics.empty() for name in layers}
+
+    def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Carries the states through a block whose new weights are known.
+
+        Args:
+            path: the block's, in the model.
+            weights: path in the model and weight [N, K] of each layer that later ones see changed.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            for location, weight in weights:
+                self.model.get_submodule(location).weight.copy_(weight)
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
+
+    def observe(self, path: str, layers: Mapping[str, str], see: Callable[[str, Tensor], None]) -> None:
+        """Runs the block at `path` as it is on all states, which stay where they are.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a module, whatever the caller calls it -> its path in the model.
+            see: gets the name and the input of each of them before it runs.
+        """
+        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+            block = self.model.get_submodule(path)
+            for index in range(len(self.states)):
+                self._forward(block, path, index)
 
     def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
         """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
@@ -92,7 +139,8 @@ class BlockStream:
         Every batch is a forward pass that stops at each layer whose weight is not final yet. When all that will come
         by have stopped there, `solve` gets the statistics of what they brought, and they go on with the new weight. So
         a layer sees what the quantized layers before it, in this block too, really put out, and a block costs one
-        forward pass.
+        forward pass. Where what all of them hold while they stand would be more than `most_held` bytes, each is let go
+        of and begins anew for the next layer: the same operations on the same numbers, several times.
 
         Args:
             path: the block's, in the model.
@@ -102,39 +150,32 @@ class BlockStream:
         """
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            self.reference = [self._forward(block, path, index, state) for index, state in enumerate(self.reference)]
-            inputs = self._shared_inputs(block, path, layers)
-            passes = [_Pass(greenlet(self._forward), (block, path, index)) for index in range(len(self.states))]
-            solved: set[str] = set()
-
-            def stop(name: str, x: Tensor) -> None:
-                if name not in solved:
-                    greenlet.getcurrent().parent.switch((name, x))
-
-            with self._before_each(layers, stop):
-                for one in passes:
-                    one.resume()
-                while waiting := [one for one in passes if one.layer is not None]:
-                    stage = next(group for group in inputs if any(one.layer in group for one in waiting))
-                    arrived = [one for one in waiting if one.layer in stage]
-                    statistics = InputStatistics.empty(arrived[0].input.shape[-1], arrived[0].input.device)
-                    for one in arrived:
-                        statistics.add(one.input)
-                    for name, weight in solve(stage, statistics).items():
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            groups, held = self._shared_inputs(block, path, layers)
+            kind = RepeatedPasses if held * len(self.states) > self.most_held else HeldPasses
+            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups)
+            with self._before_each(layers, passes.stop):
+                while (group := passes.waiting()) is not None:
+                    statistics = passes.statistics(group)
+                    assert statistics is not None
+                    for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
-                    solved.update(stage)
-                    for one in arrived:
-                        one.resume()
+                    passes.final.update(groups[group])
             if refine is None:
-                self.states = [one.output for one in passes]
+                self.states = passes.outputs
                 return
             for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
                 self.model.get_submodule(layers[name]).weight.copy_(weight)
-            self.states = [self._forward(block, path, index) for index in range(len(self.states))]
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
 
     def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
-            replaced = {f"{layers[name].removeprefix(f'{path}.')}.weight": weight for name, weight in weights.items()}
+            dtype = self.states[index].dtype
+            replaced = {
+                f"{layers[name].removeprefix(f'{path}.')}.weight": weight.to(dtype) for name, weight in weights.items()
+            }
             arguments = self.arguments[path][index]
             return _state_of(torch.func.functional_call(block, replaced, (self.states[index],), arguments))
 
@@ -161,22 +202,30 @@ class BlockStream:
             for handle in handles:
                 handle.remove()
 
-    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> list[list[str]]:
-        """Layers by the input they read, in the order in which one batch comes to them; then those it never meets."""
-        met: list[tuple[Tensor, list[str]]] = []
+    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
+        """What one batch shows of the block.
+
+        Returns:
+            Layers by the input they read, in the order in which the batch comes to them, then those it never meets; and
+            the largest number of bytes that the pass held when it came to a layer.
+        """
+        alive, held = LiveBytes(), 0
+        met: list[tuple[weakref.ref[Tensor], list[str]]] = []
 
         def meet(name: str, x: Tensor) -> None:
-            for tensor, names in met:
-                if tensor is x:
+            nonlocal held
+            for seen, names in met:
+                if seen() is x:
                     names.append(name)
                     return
-            met.append((x, [name]))
+            held = max(held, alive.live)
+            met.append((weakref.ref(x), [name]))
 
-        with self._before_each(layers, meet):
+        with self._before_each(layers, meet), alive:
             self._forward(block, path, 0)
         found = [names for _, names in met]
         known = {name for names in found for name in names}
-        return found + [[name] for name in layers if name not in known]
+        return found + [[name] for name in layers if name not in known], held
 
 
 def _state_of(output: Any) -> Tensor:
@@ -185,51 +234,22 @@ def _state_of(output: Any) -> Tensor:
     return state
 
 
-@dataclass
-class _Pass:
-    """One batch's forward pass through a block, stopped at a layer or finished.
-
-    Attributes:
-        layer: where it stands, None when it is through.
-        input: what that layer is about to read.
-        output: of the block, when it is through.
-    """
-
-    run: greenlet
-    arguments: tuple[Any, ...]
-    layer: str | None = None
-    input: Tensor = field(default_factory=lambda: torch.empty(0))
-    output: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def resume(self) -> None:
-        """Runs on to the next layer that is not solved, or to the end."""
-        result = self.run.switch(*self.arguments)
-        self.arguments = ()
-        if self.run.dead:
-            self.layer, self.output = None, result
-        else:
-            self.layer, self.input = result
-
-
 class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early
     pass
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: hands on the states it gets and tells what else it was given."""
+class _StandIn(nn.Module):
+    """Stands in for a block: computes something else, and has the block's attributes."""
 
-    def __init__(self, block: nn.Module, path: str, last: bool, record: Callable[..., None]) -> None:
+    def __init__(self, block: nn.Module, path: str, forward: StandInForward) -> None:
         super().__init__()
         # In a list, so that the block is no submodule of its stand-in.
-        self._block, self._path, self._last, self._record = [block], path, last, record
+        self._block, self._path, self._forward = [block], path, forward
 
     def forward(self, state: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         if positional:
             raise ModelError(f"{self._path} is called with positional arguments.", "Calibrate a listed architecture.")
-        self._record(self._path, state, arguments)
-        if self._last:
-            raise _LastBlockReached
-        return state
+        return self._forward(self._path, state, arguments)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -239,13 +259,29 @@ class _Recorder(nn.Module):
 
 
 @contextmanager
-def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
-    """Replaces every block by its recorder meanwhile; yields a function that runs the model on token ids."""
+def replaced_blocks(model: PreTrainedModel, forward: StandInForward) -> Iterator[None]:
+    """Meanwhile every block hands what it gets to `forward` and returns what that returns."""
     blocks = blocks_of(model)
     container = model.get_submodule(family_of_model(model).blocks)
-    last = next(reversed(blocks))
     for index, (path, block) in enumerate(blocks.items()):
-        container[index] = _Recorder(block, path, path == last, record)
+        container[index] = _StandIn(block, path, forward)
+    try:
+        yield
+    finally:
+        for index, block in enumerate(blocks.values()):
+            container[index] = block
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
+    """Yields a function that runs the model on token ids, telling `record` what each block is given."""
+    last = next(reversed(blocks_of(model)))
+
+    def forward(path: str, state: Tensor, arguments: dict[str, Any]) -> Tensor:
+        record(path, state, arguments)
+        if path == last:
+            raise _LastBlockReached
+        return state
 
     def run(ids: Tensor) -> None:
         try:
@@ -253,11 +289,8 @@ def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[
         except _LastBlockReached:
             return
 
-    try:
+    with replaced_blocks(model, forward):
         yield run
-    finally:
-        for index, block in enumerate(blocks.values()):
-            container[index] = block
 
 
 def _embedding_path(model: PreTrainedModel) -> str:

@@ -21,6 +21,7 @@ from fewbit.models.stored import StoredCheckpoint
 from fewbit.models.treatment import CarriedOver, Dequantized, QuantizedAnew, Treatment, dense
 from fewbit.numerics import QuantizedTensor, float_element
 from fewbit.numerics.ranges import global_scale_of
+from fewbit.numerics.restate import reductions
 from fewbit.spec.element import Element
 from fewbit.spec.key import LinearKey
 from fewbit.spec.pattern import matches, unmatched
@@ -58,6 +59,7 @@ class ConversionPlan:
         layers: every module, in natural order.
         treatments: layer name -> what becomes of it, for every quantized layer.
         scheme: what the configuration to write says, None for a plain checkpoint.
+        stated: that configuration, empty for a plain checkpoint.
 
     Raises:
         OutputError: the format cannot hold a layer, or not all of them together.
@@ -69,11 +71,18 @@ class ConversionPlan:
         self, stored: StoredCheckpoint, target: CheckpointFormat | torch.dtype, options: ConvertOptions
     ) -> None:
         self.stored, self.target, self.options = stored, target, options
+        online = next((one for one in stored.transforms if one.is_online), None)
+        if online is not None:
+            raise OutputError(
+                f"The checkpoint has the transform {online}, and a converted one would be read without it.",
+                "Convert a checkpoint that was quantized without online transforms.",
+            )
         self.model = model_of(stored)
         found = checkpoint_layers(stored, self.model)
         self.layers = sorted(found, key=lambda layer: natural_order(layer.name))
         self.dtype = config_dtype(self.model.config)
         self.scheme: Scheme | None = None
+        self.stated: dict[str, Any] = {}
         self._roles: frozenset[str] = frozenset()
         if isinstance(target, torch.dtype):
             if options.requantize:
@@ -81,7 +90,8 @@ class ConversionPlan:
             self.treatments: dict[str, Treatment] = {layer.name: Dequantized(target) for layer in self.quantized}
             return
         self.treatments = self._treatments(target)
-        self.scheme = target.scheme(self.config(self._roles))
+        self.stated = self.config(self._roles)
+        self.scheme = target.scheme(self.stated)
 
     @property
     def quantized(self) -> list[CheckpointLayer]:
@@ -105,7 +115,9 @@ class ConversionPlan:
             OutputError: the format cannot say it of all layers together.
         """
         assert isinstance(self.target, CheckpointFormat)
-        return self.target.config_of_roles(self.keys, self._plain(), roles)
+        embeddings = [layer.name for layer in self.layers if layer.embedding and layer.name in self.keys]
+        config = self.target.config_of_roles(self.keys, self._plain(), roles)
+        return self.target.with_embeddings(config, embeddings) if embeddings else config
 
     def _plain(self) -> list[str]:
         """Modules with a matrix of weights that end up plain, embeddings excepted; and the head, even if tied."""
@@ -169,11 +181,18 @@ class ConversionPlan:
             except CannotHoldError as refusal:
                 refused[kind] = refusal.message
                 continue
+            carried = CarriedOver(target, held.key)
+            # What one layer's scales happen to allow, those of others may not.
+            reduced = held.key.weight in reductions(record)
+            unlike = next((one for one in members[1:] if reduced and not carried.holds(self.record(one))), None)
+            if unlike is not None:
+                refused[kind] = f"{target.name} holds {first.name} as {held.key}, and {unlike.name} is no such layer"
+                continue
             roles |= held.record.tensors.keys()
-            treatments |= {layer.name: CarriedOver(target, held.key) for layer in members}
+            treatments |= {layer.name: carried for layer in members}
         self._roles = frozenset(roles)
         left = [layer for kind in refused for layer in kinds[kind]]
-        if left and not self.options.requantize:
+        if left and (not self.options.requantize or any(layer.is_stack for layer in left)):
             raise self._refusal(target, left, list(dict.fromkeys(refused.values())))
         if not left:
             return treatments
@@ -205,7 +224,7 @@ class ConversionPlan:
         assert example.stored is not None
         more = f" and {len(layers) - 1} other layers" if len(layers) > 1 else ""
         rest = f" ({len(reasons) - 1} more reasons for others.)" if len(reasons) > 1 else ""
-        if all(layer.embedding for layer in layers):
+        if example.is_stack or all(layer.embedding for layer in layers):
             hint = f"--dequantize {example.name} writes it plain."
         else:
             numbers, bits = dense(self.record(example)), example.stored.key.weight.bits_per_weight(example.shape)

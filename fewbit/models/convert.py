@@ -24,13 +24,17 @@ from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_folde
 from fewbit.checkpoints.registry import formats, opener_of
 from fewbit.checkpoints.tensor_files import CONFIG
 from fewbit.errors import CheckpointError, OutputError, SchemeError, closest
+from fewbit.models.cache_conversion import CacheConversion
 from fewbit.models.calibration import load_tokenizer
 from fewbit.models.conversion_plan import ConversionPlan, ConvertOptions
 from fewbit.models.layers import CheckpointLayer, checkpoint_layers
 from fewbit.models.load import Progress
 from fewbit.models.names import read_config
 from fewbit.models.outcome import LayerOutcome, sqnr_db, weight_hash
-from fewbit.models.pipeline import DEFAULT_SHARD_BYTES, RECIPE_FILE, REPORT_FILE
+from fewbit.models.pipeline import DEFAULT_SHARD_BYTES
+from fewbit.models.recipe_file import recipe_of
+from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
+from fewbit.models.report_files import write_report
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.models.treatment import CarriedOver, Dequantized, QuantizedAnew
 from fewbit.packing.registry import dequantize_record
@@ -90,7 +94,10 @@ def convert(
         run.write_side_files(staging)
         run.check_written(staging)
         report = run.report(writer.nbytes, time.monotonic() - started)
-        (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+        if isinstance(target, CheckpointFormat):
+            write_report(staging, report)
+        else:
+            (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
     return report
 
 
@@ -120,6 +127,8 @@ class _Conversion:
     def __init__(self, source: Path, plan: ConversionPlan, progress: Progress | None) -> None:
         self.source, self.plan, self.stored = source, plan, plan.stored
         self.progress = progress or (lambda _: None)
+        key = self.stored.scheme.kv_cache if self.stored.scheme else None
+        self.cache = CacheConversion.of(key, plan.target, self.stored.folder.headers)
         self.outcomes: list[LayerOutcome] = []
         self.restated: dict[str, str] = {}
         self.rounded: set[str] = set()
@@ -127,6 +136,7 @@ class _Conversion:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the result, module by module."""
+        of_cache, planned = {*self.cache.scales}, self.plan.stated
         for layer in self.plan.layers:
             headers = self.stored.modules[layer.name]
             owned = self._owned(layer)
@@ -135,7 +145,9 @@ class _Conversion:
                     yield self._written_name(layer, tensor), value
             for tensor, header in headers.items():
                 name = self.stored.format.join(layer.name, tensor) if layer.name else tensor
-                if tensor not in owned:
+                if name in of_cache:
+                    yield from self.cache.named(name, self.stored.folder.load(name), planned)
+                elif tensor not in owned:
                     yield name, self.stored.folder.load(name)
                 self.progress(nbytes(header))
 
@@ -157,7 +169,7 @@ class _Conversion:
             values.pop("torch_dtype", None)
             values["dtype"] = str(self.plan.target).removeprefix("torch.")
         else:
-            values["quantization_config"] = self.plan.config(frozenset(self.roles))
+            values["quantization_config"] = self.cache.configured(self.plan.config(frozenset(self.roles)))
             (folder / RECIPE_FILE).write_text(self._recipe(self.plan.target).to_json())
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
@@ -169,11 +181,14 @@ class _Conversion:
         """
         written = StoredCheckpoint.open(folder)
         found = {layer.name: layer for layer in checkpoint_layers(written, self.plan.model)}
+        sources = {layer.name: layer for layer in self.plan.layers}
         for outcome in self.outcomes:
-            layer = found[outcome.name]
-            if layer.stored is None:
-                numbers = written.folder.load(f"{layer.name}.weight").float()
+            layer = sources[outcome.name]
+            if isinstance(self.plan.treatments[outcome.name], Dequantized):
+                numbers = layer.as_plain(written.folder.load(layer.plain_name)).float()
             else:
+                layer = found[outcome.name]
+                assert layer.stored is not None
                 numbers = dequantize_record(written.record(layer.name, layer.stored, layer.shape))
             if weight_hash(numbers) != outcome.sha256:
                 raise OutputError(
@@ -213,7 +228,7 @@ class _Conversion:
     def _written_name(self, layer: CheckpointLayer, tensor: str) -> str:
         target = self.plan.target
         plain = isinstance(target, torch.dtype) or isinstance(self.plan.treatments[layer.name], Dequantized)
-        return f"{layer.name}.{tensor}" if plain else target.join(layer.name, tensor)
+        return tensor if plain else target.join(layer.name, tensor)
 
     def _written(self, layer: CheckpointLayer) -> dict[str, Tensor]:
         """What stores the layer now, by name below it; notes the outcome."""
@@ -244,19 +259,18 @@ class _Conversion:
     def _recipe(self, target: CheckpointFormat) -> Recipe:
         assert self.plan.scheme is not None and self.stored.format is not None
         settings = {"source_format": self.stored.format.name, **asdict(self.plan.options)}
-        return Recipe(self.plan.scheme, target.name, "convert", settings, source=self._source_name())
+        own = recipe_of(self.stored.folder.path)
+        transforms = own.transforms if own is not None else ()
+        return Recipe(
+            self.plan.scheme, target.name, "convert", settings, source=self._source_name(), transforms=transforms
+        )
 
     def _source_name(self) -> str:
         return self.source.resolve().name
 
     def _notes(self) -> list[str]:
-        assert self.stored.scheme is not None
-        notes = []
-        if self.stored.scheme.kv_cache:
-            notes.append(
-                f"The KV cache's key ({self.stored.scheme.kv_cache}) is not in the configuration that was written; "
-                "its scales are carried along."
-            )
+        of_cache = self.cache.note(self.plan.stated)
+        notes = [of_cache] if of_cache else []
         keys = [layer.stored.key for layer in self.plan.quantized if layer.stored is not None]
         activations = sorted({str(key.activation) for key in keys if key.activation})
         if activations and not any(key.activation for key in self.plan.keys.values()):

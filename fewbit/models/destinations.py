@@ -1,4 +1,8 @@
-"""Where each stored tensor goes: names of a checkpoint's tensors to names of a model's parameters."""
+"""Where each stored tensor goes: names of a checkpoint's tensors to names of a model's parameters.
+
+Where files and the model class differ in what they hold apart, experts or the members of a joined projection, the model
+is changed to what the files hold.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,17 @@ from transformers import PreTrainedModel
 
 from fewbit.checkpoints.interface import split_at_last_dot
 from fewbit.models.experts import UnfusedExperts, expert_by_name, layer_of_expert, unfuse
+from fewbit.models.joint import fit_joined
 from fewbit.models.names import Names
 from fewbit.models.replace import replace_submodule, submodule
 
 
 class Destinations:
-    """Names in the model for names on disk, after stacked experts that are stored apart were taken apart.
+    """Names in the model for names on disk, after the model was changed to what is stored apart and what joined.
 
     Args:
-        model: on meta; experts that the checkpoint stores one by one are replaced by `UnfusedExperts`.
+        model: on meta; experts that the checkpoint stores one by one are replaced by `UnfusedExperts`, projections as
+            `joint.fit_joined` says.
         modules: names of the checkpoint's modules.
         split: how its format takes the names of tensors apart, see `CheckpointFormat.split`.
     """
@@ -41,8 +47,10 @@ class Destinations:
             elif (named := expert_by_name(path)) and submodule(model, named[0]) and not submodule(model, path):
                 experts, path = named
                 _take_apart(model, experts)
-            elif path != module:
-                self._renamed[module] = (path,)
+            else:
+                if path != module:
+                    self._renamed[module] = (path,)
+                path = fit_joined(model, path)
             self._modules[module] = path
 
     @property

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fewbit.errors import ModelError
 from fewbit.models.replace import submodule
+from fewbit.spec.module_names import members_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -79,6 +80,32 @@ def joined_members(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
             members = tuple(f"{block}.{name}" for name in joined)
             groups |= dict.fromkeys(members, members)
     return groups
+
+
+def member_rows(config: PretrainedConfig, joined: str, rows: int) -> tuple[int, ...]:
+    """Output features of each member of a joined projection.
+
+    Args:
+        config: the model's.
+        joined: path of the projection in the model.
+        rows: its output features.
+
+    Raises:
+        ModelError: the configuration's heads do not make up the rows.
+    """
+    if len(members_of(joined)) == 2:
+        return rows // 2, rows - rows // 2
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    cached = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    found = (heads * size, cached * size, cached * size)
+    if sum(found) != rows:
+        raise ModelError(
+            f"{joined} has {rows} output features, {heads} and twice {cached} heads of {size} make {sum(found)}.",
+            "The checkpoint stores its members apart, and the configuration does not say where each begins.",
+        )
+    return found
 
 
 def _is_block_list(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fewbit.checkpoints.dtypes import header_of
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.errors import FewbitError, OutputError
 from fewbit.numerics import QuantizedTensor
-from fewbit.numerics.restate import restate, restatements
+from fewbit.numerics.restate import reductions, restate, restatements
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.key import LinearKey
 from fewbit.spec.scheme import Scheme
@@ -55,7 +56,7 @@ def hold(
     class_name: str = "Linear",
     zero_points: bool = False,
 ) -> Held:
-    """A record as `target` holds it: under its own key if it can, else under the smallest of its restatements.
+    """A record as `target` holds it: under its own key if it can, else under the first of its restatements that it can.
 
     Args:
         target: the format.
@@ -67,8 +68,10 @@ def hold(
     Raises:
         CannotHoldError: there is no such key; the message says why the first one is refused.
     """
+    if len(record.shape) > 2:
+        raise CannotHoldError(f"{target.name} is written for single layers, found a stack of {record.shape[0]} experts")
     shape, reason = (record.shape[-2], record.shape[-1]), ""
-    for weight in restatements(record):
+    for weight in chain(restatements(record), reductions(record)):
         if zero_points and weight.symmetric and weight.element.is_integer:
             continue
         candidate = replace(key, weight=weight)

@@ -48,12 +48,14 @@ class Inspection:
         decided_by: the file and field that said so.
         layers: every module that holds tensors, in natural order.
         oddities: what contradicts the configuration.
+        transforms: what weights were multiplied with and activations must be, a sentence each.
     """
 
     format: str
     decided_by: str
     layers: tuple[InspectedModule, ...]
     oddities: tuple[str, ...]
+    transforms: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -89,7 +91,8 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         layers.append(layer)
     layers.sort(key=lambda layer: natural_order(layer.name))
     name = stored.format.name if stored.format else "plain"
-    return Inspection(name, stored.decided_by or "no quantization configuration", tuple(layers), tuple(oddities))
+    decided_by, transforms = stored.decided_by or "no quantization configuration", tuple(map(str, stored.transforms))
+    return Inspection(name, decided_by, tuple(layers), tuple(oddities), transforms)
 
 
 def _why_plain(shape: tuple[int, ...], says: LinearKey | None) -> str:

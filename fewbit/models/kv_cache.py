@@ -20,12 +20,15 @@ class CacheWatch:
 
     What it is given is what a cache would hold, keys after their rotary embedding.
 
+    Args:
+        largest: what was seen before.
+
     Attributes:
         largest: `k` and `v` -> float32 [heads]; empty until something is cached.
     """
 
-    def __init__(self) -> None:
-        self.largest: dict[str, Tensor] = {}
+    def __init__(self, largest: Mapping[str, Tensor] | None = None) -> None:
+        self.largest: dict[str, Tensor] = dict(largest or {})
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """keys and values [B, heads, T, size], as attention modules call it.

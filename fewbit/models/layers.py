@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fewbit.checkpoints.interface import StoredLayer
@@ -14,6 +14,7 @@ from fewbit.errors import CheckpointError
 from fewbit.models.destinations import Destinations
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import matrix_shape, submodule
+from fewbit.models.stacked_experts import stack_shape
 from fewbit.models.stored import StoredCheckpoint
 
 
@@ -23,10 +24,11 @@ class CheckpointLayer:
 
     Attributes:
         name: on disk.
-        class_name: class of the module in the model; empty where the model class does not build it.
+        class_name: class of the module in the model, `Parameter` for a stack of experts; empty where the model class
+            does not build it.
         stored: what its tensors are, None for a plain module.
-        shape: [N, K] of a quantized layer, by the model or, where the model has no such layer, by the headers; empty
-            for a plain module.
+        shape: [N, K] of a quantized layer, by the model or, where the model has no such layer, by the headers;
+            [E, N, K] of a stack of experts; empty for a plain module.
         embedding: whether the model looks tokens up in it.
     """
 
@@ -40,6 +42,20 @@ class CheckpointLayer:
     def is_built(self) -> bool:
         """Whether the model class builds the module."""
         return bool(self.class_name)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of experts' matrices, [E, N, K]."""
+        return len(self.shape) == 3
+
+    @property
+    def plain_name(self) -> str:
+        """Name of the tensor that holds the weight in a plain checkpoint; stacks are parameters of their own there."""
+        return self.name if self.is_stack else f"{self.name}.weight"
+
+    def as_plain(self, numbers: Tensor) -> Tensor:
+        """[..., N, K] as a plain checkpoint holds it, and back: stacks are input-major there."""
+        return numbers.transpose(-1, -2).contiguous() if self.is_stack else numbers
 
 
 def model_of(stored: StoredCheckpoint) -> PreTrainedModel:
@@ -62,13 +78,14 @@ def checkpoint_layers(stored: StoredCheckpoint, model: PreTrainedModel) -> Itera
     Raises:
         CheckpointError: a layer's tensors contradict one another.
     """
-    destinations = Destinations(model, stored.modules)
+    destinations = Destinations(model, stored.modules, stored.split)
     embedding = model.get_input_embeddings()
     for module, headers in stored.modules.items():
-        built = submodule(model, destinations.module(module))
-        class_name = type(built).__name__ if built is not None else ""
-        shape: tuple[int, ...] | None = matrix_shape(built)
-        described = stored.describe(module, class_name or "Linear", shape)
+        path = destinations.module(module)
+        built, stack = submodule(model, path), stack_shape(model, path)
+        class_name = type(built).__name__ if built is not None else "Parameter" if stack is not None else ""
+        shape: tuple[int, ...] | None = stack or matrix_shape(built)
+        described = stored.describe(module, class_name or "Linear", (shape[-2], shape[-1]) if shape else None)
         if described is None or stored.format is None:
             yield CheckpointLayer(module, class_name, None, embedding=built is embedding)
             continue

@@ -21,8 +21,11 @@ from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedd
 from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
 from fewbit.models.experts import HeldExperts, UnfusedExperts
+from fewbit.models.joining import Joining, JoinOutcome
+from fewbit.models.joint import ProjectionPart
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
+from fewbit.models.online_transforms import AppliedTransforms, apply_transforms
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
 from fewbit.models.stacked_experts import replace_stack, stack_shape
 from fewbit.models.stored import StoredCheckpoint
@@ -43,6 +46,8 @@ class LoadReport:
         layers: module name on disk -> what is stored, for every quantized layer.
         carried: tensors that the model class has no place for (draft heads, KV-cache scales), not used.
         kv_cache: what is known of a quantized KV cache; None where nothing speaks of one.
+        joined: what became of each matrix whose members were to be joined; empty where nobody asked.
+        transforms: what is done about each transform that the configuration names.
         contradictions: layers whose tensors are not what the configuration says, and its entries that match nothing.
     """
 
@@ -50,6 +55,8 @@ class LoadReport:
     layers: dict[str, StoredLayer] = field(default_factory=dict)
     carried: list[str] = field(default_factory=list)
     kv_cache: KvCacheReport | None = None
+    joined: list[JoinOutcome] = field(default_factory=list)
+    transforms: tuple[str, ...] = ()
     contradictions: list[str] = field(default_factory=list)
 
 
@@ -60,6 +67,7 @@ def load(
     dtype: torch.dtype | None = None,
     preference: Preference = Preference(),
     strict: bool = False,
+    join_members: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Loads a plain or quantized checkpoint as a transformers model whose quantized layers run on chosen kernels.
@@ -70,6 +78,8 @@ def load(
         dtype: dtype of activations and of plain parameters; None for the checkpoint's own.
         preference: what to ask of the kernel choice.
         strict: whether tensors that contradict the configuration are an error rather than a line of the report.
+        join_members: whether q, k and v, and gate and up, become one matrix each, in families that say that they read
+            one input; the report says what had to be restated and what it cost (`joining`).
         progress: called with bytes read.
 
     Returns:
@@ -89,7 +99,7 @@ def load(
     loader.replace_quantized_modules()
     if strict and loader.report.contradictions:
         raise CheckpointError("; ".join(loader.report.contradictions) + ".", "Load it without strict to accept this.")
-    loader.fill(progress)
+    loader.fill(progress, Joining(model, loader.placement) if join_members else None)
     loader.finish()
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -109,6 +119,8 @@ class _Loader:
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
         self.experts: dict[str, HeldExperts] = {}
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
+        self.joining: Joining | None = None
+        self.applied = AppliedTransforms()
 
     def replace_quantized_modules(self) -> None:
         """Puts a quantized module wherever the checkpoint's tensors say that the layer is quantized."""
@@ -124,6 +136,8 @@ class _Loader:
             self._compare_with_scheme(module, class_name, described)
             if described is not None and (plain is not None or stack is not None):
                 self._replace(module, path, plain, described)
+        self.applied = apply_transforms(self.stored, self.model, self.destinations.module)
+        self.report.transforms = self.applied.lines
         if self.stored.scheme and self.stored.format:
             # Modules that tensors do not show, a tied head for one, are what an entry may mean as well.
             classes += [(name, type(module).__name__) for name, module in self.model.named_modules()]
@@ -173,10 +187,12 @@ class _Loader:
             self.experts[owner] = HeldExperts(self.model, owner, self.placement)
         return self.experts[owner].method(described.key, weights)
 
-    def fill(self, progress: Progress | None) -> None:
+    def fill(self, progress: Progress | None, joining: Joining | None = None) -> None:
         """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
-        folder = self.stored.folder
+        self.joining, folder = joining, self.stored.folder
         for name in sorted(folder.headers, key=lambda name: (folder.file_of[name], name)):
+            if name in self.applied.tensors:
+                continue
             target = self.targets.get(name) or self.destinations.tensor(name)
             if tensor_slot(self.model, target) is None:
                 self._carry(name)
@@ -194,10 +210,16 @@ class _Loader:
         """Notes a tensor that has no place in the model.
 
         Raises:
-            CheckpointError: it is a scale of a module that the model has, whose weight would be read without it.
+            CheckpointError: it is a scale of a module that the model has, whose weight would be read without it; or
+                belongs to a member of a projection that is stored joined as well.
         """
         module, leaf = self.stored.split(name)
-        built = submodule(self.model, self.destinations.module(module)) is not None
+        place = submodule(self.model, self.destinations.module(module))
+        if isinstance(place, ProjectionPart):
+            raise CheckpointError(
+                f"{name} is stored, and so is {place.product.leaf}, which holds its rows.", "Remove one of them."
+            )
+        built = place is not None
         if built and _SCALE.search(leaf) and cache_scale_name(name) is None:
             described = self.report.layers.get(module)
             raise CheckpointError(
@@ -211,9 +233,13 @@ class _Loader:
         if target not in self.pending.get(path, ()):
             return
         self.pending[path].discard(target)
-        if not self.pending[path]:
-            module = self.model.get_submodule(path)
-            module.method.process_weights_after_loading(module)
+        if self.pending[path]:
+            return
+        if self.joining is not None and self.joining.takes(path):
+            self.joining.take(path)
+            return
+        module = self.model.get_submodule(path)
+        module.method.process_weights_after_loading(module)
 
     def _set(self, target: str, value: Tensor, keep_dtype: bool) -> None:
         slot = tensor_slot(self.model, target)
@@ -240,6 +266,9 @@ class _Loader:
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise CheckpointError(f"The checkpoint lacks {shown}.", "Get the whole folder.")
+        if self.joining is not None:
+            self.joining.finish()
+            self.report.joined = self.joining.outcomes
         for name, buffer in list(self.model.named_buffers()):
             if buffer.device != self.placement.device and not name.rpartition(".")[2].startswith("prepared_"):
                 owner, _, leaf = name.rpartition(".")

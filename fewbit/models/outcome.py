@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fewbit.algorithms.interface import LayerResult
 from fewbit.models.plan import PlannedLayer
-from fewbit.numerics import QuantizedTensor, clipped_share, dequantize
+from fewbit.models.written import WrittenLayer
+from fewbit.numerics import clipped_share, dequantize
 
 
 @dataclass(frozen=True)
@@ -55,24 +54,16 @@ class LayerOutcome:
     note: str
 
 
-def outcome_of(
-    layer: PlannedLayer,
-    weight: Tensor,
-    reread: QuantizedTensor,
-    stored: Mapping[str, Tensor],
-    result: LayerResult,
-    seen: InputSeen,
-) -> LayerOutcome:
+def outcome_of(layer: PlannedLayer, weight: Tensor, written: WrittenLayer, seen: InputSeen) -> LayerOutcome:
     """Compares a layer's weight with what was written.
 
     Args:
         layer: which one.
         weight: [N, K] before.
-        reread: the plain record that a reader makes of `stored`.
-        stored: its tensors on disk.
-        result: how its codes were chosen.
+        written: what became of it.
         seen: what calibration saw of its input.
     """
+    reread = written.reread
     approximation = dequantize(reread)
     return LayerOutcome(
         layer.name,
@@ -80,9 +71,9 @@ def outcome_of(
         (layer.shape[0], layer.shape[1]),
         sqnr_db(weight, approximation),
         weight_hash(approximation),
-        sum(tensor.nbytes for tensor in stored.values()),
-        result.method,
-        result.loss,
+        sum(tensor.nbytes for tensor in written.stored.values()),
+        written.result.method,
+        written.result.loss,
         None if "order" in reread or "minimum" in reread else clipped_share(weight, reread),
         seen.tokens,
         seen.note,

@@ -13,6 +13,7 @@ from fewbit.checkpoints.registry import open_files, recognize
 from fewbit.checkpoints.tensor_files import by_module
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.scheme import Scheme
+from fewbit.spec.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class StoredCheckpoint:
         format: its format, None for a plain checkpoint.
         scheme: the scheme that its configuration states, None for a plain checkpoint.
         decided_by: the file and field that said what it is, empty for a plain checkpoint.
+        transforms: what its weights were multiplied with and its activations must be.
     """
 
     folder: CheckpointFiles
     format: CheckpointFormat | None = None
     scheme: Scheme | None = None
     decided_by: str = ""
+    transforms: tuple[Transform, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> StoredCheckpoint:
@@ -43,7 +46,7 @@ class StoredCheckpoint:
         if found is None:
             return cls(folder)
         checkpoint, config, decided_by = found
-        return cls(folder, checkpoint, checkpoint.scheme(config), decided_by)
+        return cls(folder, checkpoint, checkpoint.scheme(config), decided_by, checkpoint.transforms(config))
 
     @cached_property
     def modules(self) -> dict[str, dict[str, TensorHeader]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.models.holding import CannotHoldError, Held, hold_as, without_activations
 from fewbit.models.layers import CheckpointLayer
 from fewbit.numerics import QuantizedTensor, quantize
-from fewbit.numerics.restate import restate, restatements
+from fewbit.numerics.restate import reductions, restate, restatements
 from fewbit.packing.registry import dequantize_record, unpack_record
 from fewbit.spec.key import LinearKey
 from fewbit.spec.scheme import Scheme
@@ -25,7 +26,7 @@ class Written:
     """What a treatment made of a layer.
 
     Attributes:
-        tensors: what is stored, by name below the layer's.
+        tensors: what is stored, by name below the layer's, or by `CheckpointLayer.plain_name` for a plain weight.
         key: the layer's key now, or its dtype.
         before, after: float32 [N, K], the numbers as they were and as a reader gets them.
         roles: of the record that was written, none for a plain weight.
@@ -69,11 +70,15 @@ class CarriedOver(Treatment):
     target: CheckpointFormat
     key: LinearKey
 
+    def holds(self, record: QuantizedTensor) -> bool:
+        """Whether the record stands for the same numbers under the key."""
+        return self.key.weight in chain(restatements(record), reductions(record))
+
     def write(self, layer: CheckpointLayer, record: QuantizedTensor, scheme: Scheme | None) -> Written:
         if self.key.activation is None:
             record = without_activations(record)
-        if self.key.weight not in restatements(record):
-            raise CannotHoldError(f"{layer.name} has an act-order that {self.key} does not go with")
+        if not self.holds(record):
+            raise CannotHoldError(f"{layer.name} does not stand for the same numbers under {self.key}")
         restated = restate(unpack_record(record), self.key.weight)
         held = hold_as(self.target, restated, self.key, layer.name, layer.class_name or "Linear", scheme)
         return _written(held, dequantize_record(record))
@@ -110,7 +115,9 @@ class Dequantized(Treatment):
     def write(self, layer: CheckpointLayer, record: QuantizedTensor, scheme: Scheme | None) -> Written:
         numbers = dense(record)
         weight = numbers.to(self.dtype)
-        return Written({"weight": weight}, str(self.dtype).removeprefix("torch."), numbers, weight.float())
+        return Written(
+            {layer.plain_name: layer.as_plain(weight)}, str(self.dtype).removeprefix("torch."), numbers, weight.float()
+        )
 
 
 def dense(record: QuantizedTensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fewbit.numerics.quantize import dequantize, quantize, quantize_with
 from fewbit.numerics.ranges import divided, global_scale_of, stored_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.key import QuantKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def needs_calibration(key: QuantKey | None) -> bool:
@@ -24,6 +28,21 @@ def static_input_scales(largest: Tensor, key: QuantKey) -> dict[str, Tensor]:
     return {"input_scale": stored_scale(divided(largest, key.element.max), key.scale.element)}
 
 
+def quantize_activations(x: Tensor, key: QuantKey, static: Mapping[str, Tensor | QuantizedTensor]) -> QuantizedTensor:
+    """Activations [M, K], M at least 1, as a plain record of their key.
+
+    Args:
+        x: [M, K].
+        key: the activation key.
+        static: role -> tensor; the static activation scales among them are used.
+    """
+    if "input_global_scale" in static:
+        return quantize(x, key, global_scale=static["input_global_scale"].reshape(1, 1))
+    if "input_scale" in static and not key.is_dynamic:
+        return quantize_with(x, key, static["input_scale"], static.get("input_zero_point"))
+    return quantize(x, key)
+
+
 def fake_quantize(x: Tensor, key: QuantKey, record: QuantizedTensor) -> Tensor:
     """Activations quantized and dequantized by their key, float32 of x's shape.
 
@@ -35,11 +54,4 @@ def fake_quantize(x: Tensor, key: QuantKey, record: QuantizedTensor) -> Tensor:
     if x.numel() == 0:
         return x.float()
     flat = x.reshape(-1, x.shape[-1])
-    if "input_global_scale" in record:
-        quantized = quantize(flat, key, global_scale=record["input_global_scale"].reshape(1, 1))
-    elif "input_scale" in record and not key.is_dynamic:
-        zero_point = record.tensors.get("input_zero_point")
-        quantized = quantize_with(flat, key, record["input_scale"], zero_point)
-    else:
-        quantized = quantize(flat, key)
-    return dequantize(quantized).reshape(x.shape)
+    return dequantize(quantize_activations(flat, key, record.tensors)).reshape(x.shape)

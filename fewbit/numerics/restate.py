@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fewbit.lazy import torch
 from fewbit.numerics.cast import code_dtype, encode
 from fewbit.numerics.quantize import effective_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.element import BF16, E4M3, E8M0, F16, F32, Element, integer
-from fewbit.spec.granularity import CHANNEL, Granularity, block, group
+from fewbit.spec.granularity import CHANNEL, TENSOR, Granularity, block, group
 from fewbit.spec.key import QuantKey
 from fewbit.spec.layout import PLAIN
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDER = {F16: (F32,), BF16: (F32,), E8M0: (BF16, F32), E4M3: (BF16, F16, F32)}
 """Elements that hold every number of a scale's element."""
 
 _GROUPS = tuple(group(size) for size in (128, 64, 32, 16))
-_BLOCK = block(128, 128)
+_BLOCKS = (block(128, 128), block(64, 64))
 
 
 def restatements(record: QuantizedTensor) -> Iterator[QuantKey]:
@@ -54,12 +56,37 @@ def restatements(record: QuantizedTensor) -> Iterator[QuantKey]:
     yield from sorted((k for k in dict.fromkeys(found) if k != key), key=lambda k: k.bits_per_weight(record.shape))
 
 
+def reductions(record: QuantizedTensor) -> Iterator[QuantKey]:
+    """Keys that say the same with less, the smallest first: larger rectangles where scales repeat, no zero points where
+    all are zero. They undo `restate`, and hold for this record alone: others under its key may not repeat.
+
+    Args:
+        record: in any layout.
+    """
+    parts = [record.tensors[role] for role in ("scale", "zero_point", "minimum") if role in record]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if "order" in record or len(tensors) < len(parts) or record.zero_point_layout != PLAIN:
+        return
+    key, zero_point = record.key, record.tensors.get("zero_point")
+    integral = isinstance(zero_point, torch.Tensor) and key.element.signed and not zero_point.is_floating_point()
+    symmetries = (True, False) if integral and not record["zero_point"].any() else (key.symmetric,)
+    repeated = [
+        larger
+        for larger in (TENSOR, CHANNEL, *_BLOCKS, *_GROUPS)
+        if key.granularity in _finer(larger) and all(_repeats(one, record, larger) for one in tensors)
+    ]
+    for granularity, symmetric in product((*repeated, key.granularity), symmetries):
+        reduced = replace(key.with_granularity(granularity), symmetric=symmetric)
+        if reduced != key:
+            yield reduced
+
+
 def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
-    """The record under one of its `restatements`.
+    """The record under one of its `restatements` or `reductions`.
 
     Args:
         record: in the plain layout.
-        key: from `restatements`.
+        key: from `restatements` or `reductions`.
     """
     if key == record.key:
         return record
@@ -68,11 +95,13 @@ def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
     if key.scale.element != record.key.scale.element:
         tensors["scale"] = encode(_multiplied_out(record), key.scale.element)
         tensors.pop("global_scale", None)
-    if key.symmetric != record.key.symmetric:
+    if key.symmetric and not record.key.symmetric:
+        tensors.pop("zero_point", None)
+    elif key.symmetric != record.key.symmetric:
         tensors["zero_point"] = torch.zeros_like(tensors["scale"], dtype=code_dtype(key.element))
     if key.granularity != record.key.granularity:
         for role in {"scale", "zero_point", "minimum"} & tensors.keys():
-            tensors[role] = _repeated(tensors[role], record, key.granularity)
+            tensors[role] = _spread(tensors[role], record.shape, record.key.granularity, key.granularity)
     if key.element != record.key.element:
         half = 1 << (key.element.bits - 1)
         for role in ("codes", "zero_point"):
@@ -84,7 +113,7 @@ def _elements(record: QuantizedTensor) -> tuple[Element, ...]:
     """The record's element, and the signed one of its width where codes and zero points may move together."""
     element, zero_point = record.key.element, record.tensors.get("zero_point")
     unsigned = element.is_integer and not element.signed and element.bits > 1
-    integral = isinstance(zero_point, Tensor) and not zero_point.is_floating_point()
+    integral = isinstance(zero_point, torch.Tensor) and not zero_point.is_floating_point()
     return (element, integer(element.bits)) if unsigned and integral else (element,)
 
 
@@ -105,7 +134,7 @@ def _multiplied_out(record: QuantizedTensor) -> Tensor:
 def _finer(granularity: Granularity) -> tuple[Granularity, ...]:
     """Granularities whose every rectangle lies within one of `granularity`."""
     if granularity.kind == "tensor":
-        return (CHANNEL, _BLOCK, *_GROUPS)
+        return (CHANNEL, _BLOCKS[0], *_GROUPS)
     if granularity == CHANNEL:
         return _GROUPS
     smaller = tuple(g for g in _GROUPS if granularity.columns % g.columns == 0 and g != granularity)
@@ -120,11 +149,18 @@ def _takes_zero_points(record: QuantizedTensor) -> bool:
     return key.element.is_integer and key.element.signed and key.element.bias == 0 and plain
 
 
-def _repeated(values: Tensor, record: QuantizedTensor, finer: Granularity) -> Tensor:
-    """Values of the record's rectangles [..., R', C'] for those of a finer granularity."""
-    rows, columns = record.key.granularity.extents(record.shape)
-    height, width = finer.extents(record.shape)
-    *_, new_rows, new_columns = finer.scale_shape(record.shape)
+def _repeats(values: Tensor, record: QuantizedTensor, larger: Granularity) -> bool:
+    """Whether the values of the record's rectangles are the same in each rectangle of a coarser granularity."""
+    own = record.key.granularity
+    few = _spread(values, record.shape, own, larger)
+    return torch.equal(_spread(few, record.shape, larger, own), values)
+
+
+def _spread(values: Tensor, shape: tuple[int, ...], old: Granularity, new: Granularity) -> Tensor:
+    """Values of rectangles [..., R', C'] for those of another granularity, each its first number's."""
+    rows, columns = old.extents(shape)
+    height, width = new.extents(shape)
+    *_, new_rows, new_columns = new.scale_shape(shape)
     row = torch.arange(new_rows, device=values.device) * height // rows
     column = torch.arange(new_columns, device=values.device) * width // columns
     return values[..., row[:, None], column].contiguous()

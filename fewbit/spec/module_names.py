@@ -26,6 +26,13 @@ def members_of(name: str) -> tuple[str, ...]:
     return tuple(f"{owner}{dot}{member}" for member in JOINED.get(leaf, ()))
 
 
+def joined_of(name: str) -> str | None:
+    """Name of the joined projection that a module of that name is a member of; None for any other module."""
+    owner, dot, leaf = name.rpartition(".")
+    found = next((joined for joined, members in JOINED.items() if leaf in members), None)
+    return None if found is None else f"{owner}{dot}{found}"
+
+
 @cache
 def expanded(pattern: str) -> tuple[str, ...]:
     """A pattern, of whatever rule, and the patterns that name the members of a joined projection in it."""

@@ -203,8 +203,6 @@ def test_a_sparse_group() -> None:
         (config(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (config(ignore="lm_head"), "ignore is 'lm_head'"),
         (config(kv_cache_scheme={"strategy": "channel"}), "kv_cache_scheme has strategy .channel.*tensor, attn_head"),
-        (config(transform_config={"config_groups": {"u": {"type": "random-matrix"}}}), "random-matrix"),
-        (config(transform_config=["hadamard"]), "transform_config is"),
         (config(sparsity_config="2:4"), "sparsity_config is"),
         ({"config_groups": {"W4A17": ["Linear"]}}, "'W4A17'.*Did you mean"),
         ({"config_groups": [INT4]}, "config_groups is"),

@@ -123,8 +123,8 @@ def test_convert_carries_codes_over(cli: Cli, quantized: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("device", "scheme", "kernel"),
     [
-        ("sm120", "NVFP4", "triton_tiles"),
-        ("sm90", "FP8_DYNAMIC", "triton_tiles_quantized"),
+        ("sm120", "NVFP4", "torch_scaled_mm_groups"),
+        ("sm90", "FP8_DYNAMIC", "triton_fp8"),
         ("arm", "W4A16", "reference"),
     ],
 )
@@ -164,6 +164,15 @@ def test_run_answers(cli: Cli, quantized: Path) -> None:
     assert code == 0 and out and "new ones at" in err
 
 
+def test_run_joins_members_and_says_what_it_did(cli: Cli, quantized: Path) -> None:
+    code, out, err = cli("run", quantized, "Hello", "--max-new-tokens", 3, "--no-chat", "--join-members")
+    assert code == 0
+    assert out == cli("run", quantized, "Hello", "--max-new-tokens", 3, "--no-chat")[1]
+    assert "gate_up_proj and 3 more: rows under one another; no weight moved." in " ".join(err.split())
+    found = loads(cli("run", quantized, "Hello", "--max-new-tokens", 1, "--no-chat", "--join-members", "--json"))
+    assert len(found["joined"]) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -181,6 +190,10 @@ def test_run_answers(cli: Cli, quantized: Path) -> None:
         (["explain", "--device", "sm91"], "Did you mean 'sm9"),
         (["explain", "--shape", "4096"], "Write NxK"),
         (["explain", "--disable-kernel", "marlinn"], "no kernel 'marlinn'"),
+        (["explain", "--backend", "nvfp4"], "Write KEY=NAME"),
+        (["explain", "--backend", "nvfp5=emulation"], "nvfp5"),
+        (["explain", "--scheme", "NVFP4", "--device", "sm90", "--backend", "nvfp4=flashinfer"], "10.0"),
+        (["explain", "--scheme", "W8A8", "--device", "sm90", "--backend", "W8A8=torch_scaled_mm"], "e4m3"),
         (["explain", "--scheme", "FP8_DYNAMIC", "--device", "sm86", "--linear-backend", "torch_scaled_mm"], "8.9"),
         (["run", "MODEL", "hi", "--dtype", "int4"], "Unknown dtype"),
         (["run", "MODEL", "hi", "--device", "cuda:x"], "no device 'cuda:x'"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewbit.kernels import native
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
+from fewbit.kernels.not_built import not_built
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import linear_kernels
 from fewbit.numerics import QuantizedTensor, dequantize, finite_codes, quantize
@@ -26,10 +27,13 @@ A bf16 kernel may round the scale, the zero of an asymmetric group, the product 
 and the bias may take away some of the product that the first three belong to.
 """
 
-KERNELS = sorted(linear_kernels())
+KERNELS = sorted(set(linear_kernels()) - set(not_built()))
 
 _INT8_TOKENS = PRESETS["W8A8"].rules[0].key.activation
 _INT8_TENSOR = QuantKey(integer(8), ScaleSpec(F32, TENSOR))
+_JOINED_NVFP4 = QuantKey.parse(
+    "e2m1:group16:e4m3/channel:f32"
+)  # members of a joined matrix that keep their own factors
 _FP8_TENSOR = QuantKey(E4M3, ScaleSpec(F32, TENSOR))
 _FP8_TOKENS = PRESETS["FP8_DYNAMIC"].rules[0].key.activation
 
@@ -61,6 +65,28 @@ KEYS: dict[str, LinearKey] = {
     ),
     "W4A8": LinearKey(weight_only("int4", group(32)).weight, _INT8_TOKENS),
     "W4A4 channel": LinearKey(weight_only("int4", CHANNEL).weight, replace(_INT8_TOKENS, element=ELEMENTS["int4"])),
+    **{
+        f"{name} joined": LinearKey(_JOINED_NVFP4, PRESETS[name].rules[0].key.activation)
+        for name in ("NVFP4", "NVFP4A16")
+    },
+    "W8A8 asym": LinearKey(weight_only("int8", CHANNEL).weight, replace(_INT8_TOKENS, symmetric=False)),
+    "W8A8 asym unsigned": LinearKey(
+        weight_only("int8", CHANNEL).weight, replace(_INT8_TOKENS, element=ELEMENTS["uint8"], symmetric=False)
+    ),
+    "W8A8 asym static": LinearKey(weight_only("int8", CHANNEL).weight, replace(_INT8_TENSOR, symmetric=False)),
+    "W8A8 groups": LinearKey(
+        weight_only("int8", group(128)).weight, QuantKey(integer(8), ScaleSpec(F32, group(64), dynamic=True))
+    ),
+    "W4A8 g128": LinearKey(weight_only("int4", group(128)).weight, _INT8_TOKENS),
+    "W4A8 channel": LinearKey(weight_only("int4", CHANNEL).weight, replace(_INT8_TOKENS, symmetric=False)),
+    "W4AF8 g128": LinearKey(weight_only("int4", group(128)).weight, _FP8_TOKENS),
+    "W4AF8 g32": LinearKey(weight_only("int4", group(32), scale=F16).weight, _FP8_TOKENS),
+    "W4AF8 static": LinearKey(weight_only("int4", CHANNEL).weight, _FP8_TENSOR),
+    "W5AF8": LinearKey(weight_only("int5", group(64)).weight, _FP8_TOKENS),
+    "MXFP4 AF8": LinearKey(PRESETS["MXFP4"].rules[0].key.weight, _FP8_TOKENS),
+    "FP8 groups of 64": LinearKey(
+        weight_only("e4m3", group(128), scale=F32).weight, QuantKey(E4M3, ScaleSpec(F32, group(64), dynamic=True))
+    ),
     "FP8 weight-only": LinearKey(PRESETS["FP8"].rules[0].key.weight),
     "FP8 channel static": LinearKey(PRESETS["FP8_DYNAMIC"].rules[0].key.weight, _FP8_TENSOR),
     "FP8 tensor per token": LinearKey(PRESETS["FP8"].rules[0].key.weight, _FP8_TOKENS),
@@ -84,6 +110,8 @@ def layer(key: LinearKey, rows: int, columns: int) -> QuantizedTensor:
         record = record.with_tensors(zero_point=_taken(every, torch.randint(len(every), shape)))
     if needs_calibration(key.activation):
         record = record.with_tensors(**static_input_scales(torch.tensor(2.5), key.activation))  # some inputs saturate
+    if key.activation and not (key.activation.symmetric or key.activation.is_dynamic):
+        record = record.with_tensors(input_zero_point=torch.tensor(37, dtype=torch.int8))
     return record
 
 

@@ -79,12 +79,13 @@ EXPECTED = [
     ("MXFP8", "x86-avx2", "cpu_weight_only", Numerics.DROPS_ACTIVATION),
     ("NVFP4", "uncompiled", "reference", Numerics.REFERENCE),
     ("W4A4 channel", "x86-amx", "torch_onednn_int8", Numerics.KEEPS),
-    ("FP8", "sm89", "torch_scaled_mm", Numerics.KEEPS),
-    ("FP8_DYNAMIC", "sm90", "torch_scaled_mm", Numerics.KEEPS),
-    ("FP8_DYNAMIC", "sm120", "torch_scaled_mm", Numerics.KEEPS),
+    ("FP8", "sm89", "triton_fp8", Numerics.KEEPS),
+    ("FP8_DYNAMIC", "sm90", "triton_fp8", Numerics.KEEPS),
+    ("FP8_DYNAMIC", "sm120", "triton_fp8", Numerics.KEEPS),
     ("FP8_DYNAMIC", "sm86", "triton_tiles_quantized", Numerics.KEEPS),
-    ("W8A8", "sm90", "triton_tiles_quantized", Numerics.KEEPS),
-    ("FP8_BLOCK", "sm90", "triton_tiles", Numerics.DROPS_ACTIVATION),
+    ("W8A8", "sm90", "triton_int8", Numerics.KEEPS),
+    ("FP8_BLOCK", "sm90", "triton_fp8", Numerics.KEEPS),
+    ("FP8_BLOCK", "sm86", "triton_tiles", Numerics.DROPS_ACTIVATION),
     ("W4A16", "sm80", "triton_tiles", Numerics.KEEPS),
     ("W3A16_ASYM", "sm120", "triton_tiles", Numerics.KEEPS),
     ("NVFP4A16", "sm90", "triton_tiles", Numerics.KEEPS),
@@ -92,7 +93,18 @@ EXPECTED = [
     ("FP8", "gfx942", "reference", Numerics.REFERENCE),
     ("W8A8", "arm-i8mm", "reference", Numerics.REFERENCE),
     ("W4A16", "xpu", "reference", Numerics.REFERENCE),
-    ("NVFP4", "sm100", "triton_tiles", Numerics.DROPS_ACTIVATION),
+    ("W8A8 asym", "sm90", "triton_int8", Numerics.KEEPS),
+    ("W8A8", "sm103", "triton_tiles_quantized", Numerics.KEEPS),
+    ("W4A8", "sm80", "triton_int8", Numerics.KEEPS),
+    ("W4AF8 g128", "sm90", "triton_fp8", Numerics.KEEPS),
+    ("W4AF8 g128", "sm80", "triton_tiles_quantized", Numerics.KEEPS),
+    ("MXFP4 AF8", "sm90", "triton_fp8", Numerics.KEEPS),
+    ("NVFP4", "sm100", "torch_scaled_mm_groups", Numerics.KEEPS),
+    ("NVFP4", "sm120", "torch_scaled_mm_groups", Numerics.KEEPS),
+    ("NVFP4", "sm121", "torch_scaled_mm_groups", Numerics.KEEPS),
+    ("MXFP8", "sm103", "torch_scaled_mm_groups", Numerics.KEEPS),
+    ("NVFP4", "sm90", "triton_tiles", Numerics.DROPS_ACTIVATION),
+    ("MXFP4", "sm120", "triton_tiles", Numerics.DROPS_ACTIVATION),
 ]
 
 
@@ -100,12 +112,16 @@ EXPECTED = [
 def test_the_kernel_people_get(key: str, device: str, kernel: str, numerics: Numerics) -> None:
     choice = chosen(key, UNCOMPILED if device == "uncompiled" else DEVICES[device])
     assert (choice.kernel.name, choice.numerics) == (kernel, numerics)
-    assert bool(choice.note) == (numerics is not Numerics.KEEPS)
+    assert bool(choice.note) == (numerics is not Numerics.KEEPS or bool(choice.kernel.untested))
 
 
 def test_fp8_on_a_device_without_it_says_what_is_missing() -> None:
     verdicts = {verdict.kernel.name: verdict for verdict in chosen("FP8", DEVICES["sm86"]).verdicts}
-    assert verdicts["torch_scaled_mm"].refusal == Refusal("FP8 arithmetic needs compute capability 8.9, sm86 has 8.6")
+    assert (
+        verdicts["triton_fp8"].refusal
+        == verdicts["torch_scaled_mm"].refusal
+        == Refusal("FP8 arithmetic needs compute capability 8.9, sm86 has 8.6")
+    )
 
 
 @given(st.permutations(list(linear_kernels().values())), st.sampled_from(list(KEYS)), st.sampled_from(list(DEVICES)))
@@ -115,6 +131,24 @@ def test_the_order_of_candidates_does_not_matter(candidates: list[LinearKernel],
     assert [verdict.kernel.name for verdict in found.verdicts] == [
         verdict.kernel.name for verdict in chosen(key, DEVICES[device]).verdicts
     ]
+
+
+@pytest.mark.parametrize("hardware", DEVICES.values(), ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("key", KEYS)
+def test_no_kernel_that_changes_numbers_precedes_one_that_keeps_them(key: str, hardware: Hardware) -> None:
+    """W4A4 before W4A16 on sm120, emulation after everything that the hardware does itself."""
+    assert_ordered(chosen(key, hardware))
+
+
+@pytest.mark.parametrize("key", ["NVFP4", "MXFP4", "MXFP8"])
+def test_block_scaled_activations_are_emulated_where_that_is_asked_for(key: str) -> None:
+    dropped = chosen(key, H200)
+    assert dropped.numerics is Numerics.DROPS_ACTIVATION
+    assert "strict, or asking for emulation, runs triton_tiles_emulated" in dropped.note
+    for preference in (Preference(strict=True), Preference("emulation"), Preference(backends={"W4": "x"}, strict=True)):
+        choice = chosen(key, H200, preference)
+        assert (choice.kernel.name, choice.numerics) == ("triton_tiles_emulated", Numerics.EMULATES)
+    assert chosen(key, DEVICES["sm75"], Preference(strict=True), dtype="f16").kernel.name == "triton_tiles_emulated"
 
 
 # What the user asks.
@@ -134,6 +168,40 @@ def test_a_backend_or_a_kernel_can_be_forced() -> None:
     assert chosen("W8A8", DEVICES["x86-amx"], Preference("reference")).kernel.name == "reference"
     others = chosen("W8A8", AVX2, Preference("reference")).verdicts[1:]
     assert all(verdict.refusal == Refusal("reference was asked for") for verdict in others)
+
+
+def test_a_backend_can_be_forced_for_a_family_or_a_key() -> None:
+    wanted = Preference(backends={"nvfp4": "emulation", str(KEYS["W8A8"]): "triton_tiles_quantized"})
+    assert chosen("NVFP4", H200, wanted).kernel.name == "triton_tiles_emulated"
+    assert chosen("W8A8", H200, wanted).kernel.name == "triton_tiles_quantized"
+    assert chosen("W4A8 g128", H200, wanted).kernel.name == "triton_int8"
+    with pytest.raises(KernelError, match="nothing to emulate"):
+        chosen("NVFP4A16", H200, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "device", "words"),
+    [
+        ("marlin", "W4A16", "sm90", ["not part of fewbit", "vLLM", "triton_tiles"]),
+        ("machete", "W4A16", "sm80", ["9.0", "8.0"]),
+        ("cutlass", "FP8", "sm90", ["not part of fewbit", "triton_fp8"]),
+        ("b12x", "NVFP4", "sm120", ["not part of fewbit", "torch_scaled_mm_groups"]),
+        ("deep_gemm", "FP8_BLOCK", "sm90", ["not part of fewbit", "triton_fp8"]),
+        ("flashinfer", "NVFP4", "sm90", ["10.0", "9.0"]),
+        ("aiter", "FP8", "sm90", ["rocm", "cuda"]),
+        ("aiter", "FP8", "gfx942", ["AMD"]),
+        ("xpu", "W4A16", "xpu", ["Intel"]),
+        ("marlin", "W3A16", "sm90", ["int4", "int3"]),
+        ("deep_gemm", "FP8 weight-only", "sm90", ["activations", "none"]),
+    ],
+)
+def test_kernels_of_other_projects_say_why_they_are_not_here(
+    name: str, key: str, device: str, words: list[str]
+) -> None:
+    verdicts = {verdict.kernel.name: verdict for verdict in chosen(key, DEVICES[device]).verdicts}
+    assert all(word in str(verdicts[name].refusal) for word in words), verdicts[name].refusal
+    with pytest.raises(KernelError, match=r"not part of fewbit|runs|multiplies|takes"):
+        chosen(key, DEVICES[device], Preference(name))
 
 
 def test_a_forced_backend_that_refuses_says_why_and_nothing_else() -> None:

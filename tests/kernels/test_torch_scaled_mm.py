@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fewbit.kernels.activation.fp8 import MAX_COLUMNS
+from fewbit.kernels.activation.rounding import MAX_COLUMNS
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.torch_scaled_mm import TorchScaledMm, quantized
 from fewbit.numerics import decode, dequantize, quantize

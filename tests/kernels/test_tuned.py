@@ -11,14 +11,15 @@ import torch
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
 from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import choose_kernel, linear_kernels
 from fewbit.kernels.select import Preference
+from fewbit.kernels.tuned.candidates import candidates
 from fewbit.kernels.tuned.session import tune_layers
 from fewbit.kernels.tuned.table import SHIPPED, Table, table_for
-from fewbit.kernels.tuned.tune import candidates
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS
 
@@ -34,7 +35,8 @@ def test_shipped_tables_hold_possible_plans_and_known_kernels(path: Path) -> Non
         assert set(entry["us"]) <= set(linear_kernels())
         assert all(cost > 0 for cost in entry["us"].values())
     for entry in table.plans:
-        assert is_possible(Plan(**entry["plan"]), TileLayout(**entry["layout"]))
+        kind = ProductLayout if "operand" in entry["layout"] else TileLayout
+        assert is_possible(Plan(**entry["plan"]), kind(**entry["layout"]))
 
 
 def test_the_h200_has_a_table_and_choices_say_where_costs_come_from() -> None:
@@ -48,9 +50,11 @@ def test_the_h200_has_a_table_and_choices_say_where_costs_come_from() -> None:
 
 def test_the_mix_decides_between_measured_kernels() -> None:
     request = LinearRequest(KEYS["FP8_DYNAMIC"], 4096, 14336)
-    assert choose_kernel(request, H200).kernel.name == "triton_tiles_quantized"
-    assert choose_kernel(request, H200, Preference(mix={4096: 1})).kernel.name == "torch_scaled_mm"
-    assert choose_kernel(request, H200, Preference(mix={1: 1000, 4096: 1})).kernel.name == "triton_tiles_quantized"
+    rest = frozenset({"triton_fp8"})  # which is best at every M
+    decode = Preference(disabled=rest, mix={1: 1})
+    assert choose_kernel(request, H200, decode).kernel.name == "triton_tiles_quantized"
+    assert choose_kernel(request, H200, replace(decode, mix={4096: 1})).kernel.name == "torch_scaled_mm"
+    assert choose_kernel(request, H200, replace(decode, mix={1: 1000, 4096: 1})).kernel.name == "triton_tiles_quantized"
 
 
 def test_another_version_or_device_is_not_served() -> None:
@@ -94,12 +98,18 @@ def test_plans_come_from_the_table_where_the_shape_was_measured() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 33, 128, 256, 512, 4096])
 def test_candidates_are_possible(tokens: int) -> None:
-    layout = layout_of(LinearRequest(KEYS["W4A16"], 192, 512))
-    assert layout is not None
-    plans = list(candidates(layout, tokens, 132))
-    assert plans
-    assert len(set(plans)) == len(plans)
-    assert all(is_possible(plan, layout) for plan in plans)
+    layouts = (
+        layout_of(LinearRequest(KEYS["W4A16"], 192, 512)),
+        product_layout_of(LinearRequest(KEYS["W8A8"], 192, 512), "int8"),
+        product_layout_of(LinearRequest(KEYS["FP8_DYNAMIC"], 192, 512), "e4m3"),
+        product_layout_of(LinearRequest(KEYS["W4AF8 g128"], 192, 512), "e4m3"),
+    )
+    for layout in layouts:
+        assert layout is not None
+        plans = list(candidates(layout, tokens, 132))
+        assert plans
+        assert len(set(plans)) == len(plans)
+        assert all(is_possible(plan, layout) for plan in plans)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="On a GPU this would compile a hundred plans.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.load import load
 from fewbit.models.names import build_on_meta, read_config
+from fewbit.models.passes import LiveBytes
 from fewbit.models.quantize import quantize
 from fewbit.models.texts import builtin_text
 from tests.tiny_models import save_tiny_model
@@ -25,10 +27,10 @@ from tests.tiny_models import save_tiny_model
 WINDOWS = torch.arange(96).reshape(6, 16) % 61
 
 
-def stream_of(folder: Path, reference: bool = False) -> tuple[BlockStream, PartialModel]:
+def stream_of(folder: Path, reference: bool = False, **how: Any) -> tuple[BlockStream, PartialModel]:
     model = build_on_meta(read_config(folder), torch.float32)
     partial = PartialModel(model, TensorFolder(folder))
-    return BlockStream(model, partial.filled, WINDOWS, batch=2, reference=reference), partial
+    return BlockStream(model, partial.filled, WINDOWS, batch=2, reference=reference, **how), partial
 
 
 def linear_layers(partial: PartialModel, block: str) -> dict[str, str]:
@@ -115,6 +117,40 @@ def test_the_reference_stream_is_the_unquantized_model(tmp_path: Path) -> None:
         for batch in WINDOWS.split(2):
             whole(input_ids=batch)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(targets, outputs, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_passes_that_hold_too_much_begin_anew_with_the_same_result(tmp_path: Path, family: str) -> None:
+    folder = save_tiny_model(tmp_path / "model", family, dtype=torch.float32)
+    seen: list[list[Tensor]] = []
+    for most_held in (10**9, 1):
+        stream, partial = stream_of(folder, most_held=most_held)
+        seen.append([])
+
+        def solve(names: list[str], found: InputStatistics, partial: PartialModel = partial) -> dict[str, Tensor]:
+            seen[-1] += [found.gram, found.mean_magnitude, found.largest, torch.tensor(found.tokens)]
+            return {name: partial.folder.load(f"{name}.weight") * 0.9 for name in names}
+
+        for block in blocks_of(partial.model):
+            stream.solve(block, linear_layers(partial, block), solve)
+        seen[-1] += stream.states
+    assert len(seen[0]) == len(seen[1]) > 16
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_what_a_pass_holds_is_what_its_frames_refer_to() -> None:
+    alive = LiveBytes()
+    weight = torch.zeros(10, 10)
+    with alive:
+        kept = weight.t() @ weight
+        assert alive.live == 400  # the transposed view is the caller's storage
+        part = (kept + 1)[:2]
+        assert alive.live == 800  # a view holds the whole
+        del part
+        assert alive.live == 400
+        kept.add_(1)
+        assert alive.live == 400
+    assert kept.shape == (10, 10)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

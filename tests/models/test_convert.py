@@ -82,7 +82,7 @@ def check_there_and_back(source: Path, to: str, folder: Path) -> None:
         else:
             assert torch.equal(layer.numbers, before.pop(layer.name))
     assert not before
-    if stored.format.in_safetensors and source.name not in ONE_WAY:
+    if stored.format.name in WRITABLE and source.name not in ONE_WAY:
         back = convert(folder / "there", folder / "back", stored.format.name)
         assert back["rounded"] or report["rounded"] or hashes(folder / "back") == hashes(source)
 
@@ -160,6 +160,22 @@ def test_smoothing_is_folded_into_dequantized_weights(tmp_path: Path) -> None:
     assert torch.allclose(dense, smoothed, atol=1e-4)
 
 
+def test_stacks_of_experts_become_plain_ones_or_are_refused(tmp_path: Path) -> None:
+    """gpt-oss: the experts of a block are one tensor, which no other format is written for."""
+    source, ids = folder_of("own-mxfp4-gptoss-a"), torch.arange(16)[None]
+    convert(source, tmp_path / "out", "f32")
+    assert "quantization_config" not in TensorFolder(tmp_path / "out").config
+    with torch.no_grad():
+        plain, packed = (
+            load(path, device="cpu", dtype=torch.float32)(input_ids=ids).logits for path in (tmp_path / "out", source)
+        )
+    torch.testing.assert_close(plain, packed, rtol=1e-4, atol=1e-4)
+    assert verify(tmp_path / "out").passed
+    for options in ({}, {"requantize": "MXFP4A16"}):
+        with pytest.raises(OutputError, match="quark is written for single layers, found a stack of 4 experts"):
+            convert(source, tmp_path / "quark", "quark", **options)
+
+
 def test_experts_and_their_router(tmp_path: Path) -> None:
     quantize(save_tiny_model(tmp_path / "m", "qwen3_moe"), tmp_path / "w4", "W4A16_ASYM", group_size=32)
     convert(tmp_path / "w4", tmp_path / "out", "gptq")
@@ -203,6 +219,45 @@ def test_act_order_goes_where_there_is_a_place_for_it(tmp_path: Path) -> None:
     assert TensorFolder(tmp_path / "gptq").config["quantization_config"]["desc_act"] is True
     with pytest.raises(OutputError, match="awq has no place for the order"):
         convert(source, tmp_path / "awq", "awq")
+
+
+CACHED = "e4m3:tensor:f32"
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "modelopt", "quark", "fp8"])
+@pytest.mark.parametrize("name", ["llmcompressor-fp8-kvcache-fp8-llama-b", "modelopt-fp8-kvfp8-llama-e"])
+def test_a_quantized_kv_cache_is_stated_in_the_new_format(name: str, to: str, tmp_path: Path) -> None:
+    """Its key in the configuration and its scales under the names that the format's readers look for."""
+    report = convert(folder_of(name), tmp_path / "out", to)
+    assert not any("cache" in note for note in report["notes"])
+    before, after = (load(path, device="cpu").fewbit_report for path in (folder_of(name), tmp_path / "out"))
+    assert str(after.kv_cache.key) == str(before.kv_cache.key) == CACHED
+    assert after.kv_cache.layers.keys() == before.kv_cache.layers.keys()
+    form = formats()[to]
+    for attention, scales in after.kv_cache.layers.items():
+        assert torch.equal(scales.key, before.kv_cache.layers[attention].key)
+        assert torch.equal(scales.value, before.kv_cache.layers[attention].value)
+        assert scales.sources == {"key": form.cache_scale(attention, "k"), "value": form.cache_scale(attention, "v")}
+    assert sorted(after.carried) == sorted(
+        form.cache_scale(attention, side) for attention in after.kv_cache.layers for side in "kv"
+    )
+
+
+@pytest.mark.parametrize("to", ["humming", "bf16"])
+def test_a_kv_cache_that_the_target_cannot_state_is_noted(to: str, tmp_path: Path) -> None:
+    source = folder_of("modelopt-fp8-kvfp8-llama-e")
+    report = convert(source, tmp_path / "out", to)
+    what = "humming cannot describe a KV cache" if to == "humming" else "A plain checkpoint describes no KV cache"
+    assert any(
+        note == f"{what} of {CACHED}: the result does not state it, 2 scales are carried along under their names."
+        for note in report["notes"]
+    ), report["notes"]
+    stored, scales = StoredCheckpoint.open(source), load(tmp_path / "out", device="cpu").fewbit_report.kv_cache
+    assert scales.key is None
+    assert scales.from_file == 1
+    assert {name for name in stored.folder.headers if name.endswith(("k_scale", "v_scale"))} <= {
+        *StoredCheckpoint.open(tmp_path / "out").folder.headers
+    }
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

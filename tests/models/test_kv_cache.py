@@ -21,7 +21,7 @@ from fewbit.models.load import load
 from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
 from fewbit.models.quantize import quantize
 from fewbit.models.texts import builtin_text
-from fewbit.spec import HEAD, QuantKey
+from fewbit.spec import HEAD, LinearKey, QuantKey
 from tests.checkpoints.test_tiny_checkpoints import folder_of
 from tests.tiny_models import save_tiny_model
 
@@ -181,7 +181,7 @@ def test_a_scale_that_nothing_uses_is_an_error_b62(leaf: str, tmp_path: Path) ->
 def test_scales_are_those_of_what_is_cached(family: str, cache: str, tmp_path: Path) -> None:
     """Calibrated after the rotary embedding, against the cache of a whole forward pass of stock transformers."""
     source = save_tiny_model(tmp_path / "model", family, dtype=torch.float32, max_position_embeddings=1024)
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, kv_cache=cache)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, kv_cache=cache, self_samples=0)
     tokenizer = AutoTokenizer.from_pretrained(source)
     windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
     stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -238,6 +238,9 @@ def test_a_cache_that_cannot_be_written_is_refused_first(
         ("compressed-tensors", "int8:asym:head:f32"),
         ("compressed-tensors", "e4m3:tensor:f32:dynamic"),
         ("modelopt", "e4m3:tensor:f32"),
+        ("fp8", "e4m3:tensor:f32"),
+        ("quark", "e4m3:tensor:f32"),
+        ("quark", "e4m3:tensor:f32:dynamic"),
     ],
 )
 def test_a_cache_that_is_written_is_read(name: str, text: str) -> None:
@@ -252,7 +255,22 @@ def test_a_cache_that_is_written_is_read(name: str, text: str) -> None:
 WEIGHTS = {
     "compressed-tensors": {"config_groups": {"FP8_DYNAMIC": ["Linear"]}},
     "modelopt": {"quant_algo": "FP8"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "quark": {
+        "global_quant_config": {
+            "weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+            "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+        }
+    },
 }
+
+
+def test_quark_says_one_key_of_the_projections_that_are_cached() -> None:
+    quark = formats()["quark"]
+    key, other = next(iter(quark.scheme(WEIGHTS["quark"]).keys)), LinearKey.parse("e4m3:channel:bf16")
+    config = quark.config({"a.k_proj": other, "b.k_proj": key, "c.o_proj": key}, [])
+    with pytest.raises(OutputError, match=r"one key for all k_proj and v_proj; a\.k_proj has its own"):
+        quark.with_kv_cache(config, FP8)
 
 
 def test_attention_heads_are_described_as_the_library_does() -> None:

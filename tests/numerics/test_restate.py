@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.numerics import QuantizedTensor, dequantize
-from fewbit.numerics.restate import restate, restatements
+from fewbit.numerics.restate import reductions, restate, restatements
 from fewbit.packing.registry import pack_record
-from fewbit.spec import ELEMENTS, QuantKey, group
+from fewbit.spec import CHANNEL, ELEMENTS, TENSOR, QuantKey, block, group
 from fewbit.spec.element import F16
 from fewbit.spec.key import ScaleSpec
 from fewbit.spec.layout import Layout
 from tests.checkpoints.layers import KEYS, layer
+
+LARGER = (TENSOR, CHANNEL, block(128, 128), block(64, 64), group(128), group(64), group(32))
 
 
 @given(name=st.sampled_from(sorted(KEYS)), rows=st.integers(1, 140), groups=st.integers(1, 3), short=st.integers(0, 15))
@@ -65,6 +67,27 @@ def test_groups_under_act_order_stay() -> None:
     assert {key.granularity for key in restatements(record)} == {group(32)}
     for key in restatements(record):
         assert torch.equal(dequantize(restate(record, key)), dequantize(record))
+
+
+@given(name=st.sampled_from(sorted(KEYS)), rows=st.integers(1, 140), columns=st.integers(1, 300))
+def test_reductions_undo_restatements(name: str, rows: int, columns: int) -> None:
+    """Whatever was written out for finer rectangles, or with zero points of zero, is found to be the same again."""
+    record = layer(KEYS[name], (rows, columns))
+    for key in restatements(record):
+        again = restate(record, key)
+        for reduced in reductions(again):
+            assert torch.equal(dequantize(restate(again, reduced)), dequantize(record))
+            restate(again, reduced).validate()
+        coarser = key.granularity != record.key.granularity and record.key.granularity in LARGER
+        if coarser and key.with_granularity(record.key.granularity) == record.key:
+            assert record.key in reductions(again), key
+
+
+def test_scales_that_differ_are_not_reduced() -> None:
+    record = layer(KEYS["int4:group32:f32"], (4, 128))
+    assert not list(reductions(record))
+    record = record.with_tensors(scale=torch.full_like(record["scale"], 0.5))
+    assert str(next(iter(reductions(record)))) == "int4:tensor:f32"
 
 
 def test_a_packed_record_is_not_restated() -> None:

@@ -23,6 +23,7 @@ from fewbit.kernels.interface import LinearRequest, Prepared, extras_of
 from fewbit.kernels.native import DTYPES
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, F16, Element
+from fewbit.spec.granularity import TENSOR
 
 BLOCK_ROWS = 16
 WORD_BITS = 32
@@ -76,6 +77,8 @@ def blocks_bytes(request: LinearRequest, fields: Fields) -> int:
     groups, rows = -(-request.columns // width), -(-request.rows // BLOCK_ROWS) * BLOCK_ROWS
     slots = -(-width // fields.slots) * fields.slots
     scale = scale_dtype(weight.scale.element).itemsize
+    if weight.global_scale and weight.global_scale.granularity != TENSOR:
+        scale = torch.float32.itemsize  # each row's factor is multiplied in
     return rows * groups * (slots * fields.bits // 8 + scale + (not weight.symmetric)) + SHAPE_BYTES
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewbit.kernels.activation.rounding import covers_all, covers_rows
 from fewbit.kernels.linear.obstacles import int8_obstacles
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.ranges import divided
 from fewbit.spec.element import F32
-from fewbit.spec.granularity import TENSOR, TOKEN
 from fewbit.spec.key import QuantKey
 
 
@@ -34,11 +34,6 @@ class Rule:
         return cls(not covers_all(key), int(key.element.min), int(key.element.max))
 
 
-def covers_all(key: QuantKey) -> bool:
-    """Whether one scale covers every number of the tensor."""
-    return (key.granularity.rows, key.granularity.columns) == (TENSOR.rows, TENSOR.columns)
-
-
 def activation_obstacles(key: QuantKey | None, batch_invariant: bool) -> Iterator[str]:
     """Activations that are not symmetric integers of at most 8 bits under one scale per token or for all."""
     if key is None:
@@ -52,12 +47,11 @@ def activation_obstacles(key: QuantKey | None, batch_invariant: bool) -> Iterato
 
 def scale_obstacles(key: QuantKey, batch_invariant: bool) -> Iterator[str]:
     """Activation scales other than float32 ones per token, or one for all, without zero points."""
-    rectangle = (key.granularity.rows, key.granularity.columns)
     if not key.symmetric:
         yield "symmetric activations are needed, found zero points"
     if key.global_scale is not None:
         yield f"one level of activation scales is needed, found {key.scale} under {key.global_scale}"
-    if rectangle not in ((TOKEN.rows, TOKEN.columns), (TENSOR.rows, TENSOR.columns)):
+    if not covers_rows(key):
         yield f"one activation scale for each token or for all is needed, found {key.granularity}"
     if key.scale.element != F32:
         yield f"activation scales of f32 are needed, found {key.scale.element}"

@@ -25,6 +25,18 @@ def compiled_obstacles(hardware: Hardware) -> Iterator[str]:
         yield "fewbit's compiled CPU kernels are needed, which this installation lacks"
 
 
+def triton_obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+    """What Triton programs over 16-bit inputs and outputs need."""
+    if hardware.platform != "cuda":
+        yield f"runs on CUDA, found {hardware.platform}"
+    if not any(package in hardware.software for package in ("triton", "pytorch-triton")):
+        yield "triton is not installed"
+    if request.dtype not in ("bf16", "f16"):
+        yield f"bf16 or f16 activations are needed, found {request.dtype}"
+    if request.dtype == "bf16" and not hardware.has("bf16"):
+        yield f"bf16 arithmetic is needed, {hardware.name} has none; ask for float16"
+
+
 def record_obstacles(request: LinearRequest, supported: Container[str] = ()) -> Iterator[str]:
     """Parts of a record that a kernel would have to apply and does not, `supported` extras aside; empty layers."""
     if request.has_order and "order" not in supported:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any
 
+from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.weight_tiles import TILE_ROWS, TileLayout
 from fewbit.kernels.tuned.table import tables_of
 
@@ -22,7 +24,8 @@ class Plan:
         block_n, block_m: outputs of a program; block_n divides or is a multiple of the tile's rows.
         warps, stages: of a program; stages of words in flight.
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
-        decodes_first: decode the whole weight, then let the vendor's library multiply.
+        ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
+        decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
     block_n: int = TILE_ROWS
@@ -31,26 +34,35 @@ class Plan:
     stages: int = 4
     programs: int = 0
     decodes_first: bool = False
+    ahead: int = 0
 
 
-Planner = Callable[[TileLayout, int, str], Plan]
+WeightLayout = TileLayout | ProductLayout
+Planner = Callable[[WeightLayout, int, str], Plan]
 
 
-def is_possible(plan: Plan, layout: TileLayout) -> bool:
+def is_possible(plan: Plan, layout: WeightLayout) -> bool:
     """Whether the layout can be cut so."""
-    return plan.decodes_first or layout.padded_rows % plan.block_n == 0
+    return plan.decodes_first or isinstance(layout, ProductLayout) or layout.padded_rows % plan.block_n == 0
+
+
+def _alike(layout: WeightLayout) -> tuple[Set[tuple[str, Any]], ...]:
+    """What entries of tables must hold to serve the layout, the best first."""
+    shape = {("rows", layout.rows), ("columns", layout.columns), ("kind", layout.kind)}
+    if isinstance(layout, ProductLayout):
+        return asdict(layout).items(), shape | {("operand", layout.operand)}
+    same_width = {("bits", layout.bits), ("rows", layout.rows), ("columns", layout.columns)}
+    return asdict(layout).items(), shape | same_width, same_width
 
 
 @cache
-def plan_by_table(layout: TileLayout, tokens: int, device: str) -> Plan:
+def plan_by_table(layout: WeightLayout, tokens: int, device: str) -> Plan:
     """The plan that was fastest on the device at the next larger M, or the one by rule.
 
     A layout that was not measured takes the plans of one of the same shape, width and, if possible, kind.
     """
-    same_width = {"bits": layout.bits, "rows": layout.rows, "columns": layout.columns}.items()
-    same_kind = same_width | {("kind", layout.kind)}
     for table in tables_of(device):
-        for wanted in (asdict(layout).items(), same_kind, same_width):
+        for wanted in _alike(layout):
             measured = {entry["M"]: Plan(**entry["plan"]) for entry in table.plans if wanted <= entry["layout"].items()}
             larger = [rows for rows in measured if rows >= tokens]
             if measured:
@@ -58,8 +70,10 @@ def plan_by_table(layout: TileLayout, tokens: int, device: str) -> Plan:
     return plan_by_rule(layout, tokens)
 
 
-def plan_by_rule(layout: TileLayout, tokens: int) -> Plan:
+def plan_by_rule(layout: WeightLayout, tokens: int) -> Plan:
     """A plan for shapes and devices that were not measured."""
+    if isinstance(layout, ProductLayout):
+        return _product_plan_by_rule(layout, tokens)
     if tokens >= DECODES_FIRST_FROM:
         return Plan(decodes_first=True)
     block_m = next(size for size in (16, 32, 64) if tokens <= size or size == 64)
@@ -69,10 +83,37 @@ def plan_by_rule(layout: TileLayout, tokens: int) -> Plan:
     return Plan(block_n, block_m, 4, 4, programs)
 
 
+def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
+    if tokens > 64 and (layout.kind != "codes" or layout.operand == "e4m3"):
+        return Plan(128, 128, 8, 3, decodes_first=True)
+    if tokens > 128:
+        return Plan(128, 128, 4 if layout.operand == "int8" else 8, 3)
+    block_m = next(size for size in (16, 32, 64, 128) if tokens <= size or size == 128)
+    blocks = -(-layout.rows // 64)
+    programs = min(3 * MULTIPROCESSORS, blocks * layout.units) if blocks < 2 * MULTIPROCESSORS else 0
+    return Plan(64, block_m, 4, 4, programs)
+
+
+FIXED_PARTS = 4
+FIXED_BLOCK_M = 64
+
+
+def fixed_plan(layout: WeightLayout, tokens: int) -> Plan:
+    """The plan under which a row gets the same bits whatever M is: equal tiles, equal parts of K for every block."""
+    parts = next(parts for parts in range(FIXED_PARTS, 0, -1) if layout.units % parts == 0)
+    blocks = -(-layout.rows // TILE_ROWS) * -(-tokens // FIXED_BLOCK_M)
+    return Plan(TILE_ROWS, FIXED_BLOCK_M, 4, 3, blocks * parts)
+
+
+def rows_at_once(layout: WeightLayout, counters: int) -> int:
+    """Rows of x whose blocks so many counters suffice for under the fixed plan."""
+    return max(1, counters // -(-layout.rows // TILE_ROWS)) * FIXED_BLOCK_M
+
+
 _planner: Planner = plan_by_table
 
 
-def plan_for(layout: TileLayout, tokens: int, device: str) -> Plan:
+def plan_for(layout: WeightLayout, tokens: int, device: str) -> Plan:
     """The plan for a product of `tokens` rows on a device of that name."""
     return _planner(layout, tokens, device)
 

@@ -23,9 +23,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewbit.kernels.activation.fp8 import MAX_COLUMNS, quantize_fp8
+from fewbit.kernels.activation.rounding import MAX_COLUMNS, Rounding, covers_all
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
-from fewbit.kernels.linear.integer_activations import covers_all, dynamic_scale, scale_obstacles, static_scale
+from fewbit.kernels.linear.integer_activations import dynamic_scale, scale_obstacles, static_scale
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, row_scale_obstacles
 from fewbit.kernels.linear.operands import row_scales
 from fewbit.kernels.operations import define
@@ -38,6 +38,7 @@ from fewbit.spec.hardware import Hardware
 CAPABILITY = 89
 QUANTUM = 16
 LARGEST = E4M3.max
+_PER_TOKEN, _STATIC = "e4m3:token:f32:dynamic", "e4m3:tensor:f32"
 
 
 class TorchScaledMm(LinearKernel):
@@ -135,7 +136,12 @@ def quantized(flat: Tensor, input_scale: Tensor | None, per_token: bool) -> tupl
     """
     fits = flat.shape[1] <= MAX_COLUMNS and (per_token or input_scale is not None)
     if flat.is_cuda and fits and has_triton():
-        return quantize_fp8(flat.contiguous(), input_scale)
+        from fewbit.kernels.programs.activations import quantized as by_program  # imports Triton
+
+        static = {} if input_scale is None else {"input_scale": input_scale}
+        rounding = Rounding.of(_PER_TOKEN if input_scale is None else _STATIC)
+        codes, scale, _ = by_program(flat.contiguous(), rounding, static, flat.shape[1], False)
+        return codes, scale.view(-1, 1) if scale.dim() else scale
     numbers = flat.float()
     scale = dynamic_scale(numbers, LARGEST, per_token) if input_scale is None else input_scale
     # torch's cast turns what lies beyond the largest number into NaN in some versions, so it is clamped first.

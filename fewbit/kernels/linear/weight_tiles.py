@@ -9,8 +9,8 @@ Fields are 2, 4 or 8 bits wide; widths between take the next one. Integers of 2 
 int8 in two's complement; `e2m1` is spread over its word as `programs.decode` wants it.
 
 Scales of groups are packed into int32 words [groups or units, N], as many a word as fit, beside int8 zero points in the
-same order. A scale of a whole row is applied after the last sum, as the global scale is. Two kinds of scales are
-recoded so that decoding can multiply them in, exactly:
+same order. A scale of a whole row is applied after the last sum, and so are global scales, one or one a row. Two kinds
+of scales are recoded so that decoding can multiply them in, exactly:
 
 * NVFP4's E4M3 scales become five exponent bits over three of mantissa without sign, zero or subnormals: a sign goes
   into the weights' codes, a group under a scale of zero gets codes of zero. The product with an E2M1 number has six
@@ -33,6 +33,7 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E5M2, Element
+from fewbit.spec.granularity import CHANNEL, TENSOR
 from fewbit.spec.key import QuantKey
 
 TILE_ROWS = 64
@@ -139,6 +140,8 @@ def layout_of(request: LinearRequest) -> TileLayout | None:
     kind = _kind(key.element)
     group = group_of(key, rows, columns)
     if kind is None or group is None or rows < 1 or columns < 1:
+        return None
+    if key.global_scale and key.global_scale.granularity not in (TENSOR, CHANNEL):
         return None
     width = _field_bits(key.element)
     scaled = kind == "e2m1" and group == SCALED_GROUP and key.scale.element == E4M3
@@ -248,11 +251,11 @@ def _placed(field: Tensor, index: int, layout: TileLayout) -> Tensor:
     return placed
 
 
-def _global_scale(plain: QuantizedTensor, layout: TileLayout) -> float:
-    """The factor of every number that the packed scales do not hold."""
+def _global_scale(plain: QuantizedTensor, layout: TileLayout) -> Tensor:
+    """What packed scales do not hold: a factor, float32 [1], or one a row, [N], where joined members keep their own."""
     if layout.scale_kind == "f32" or "global_scale" not in plain:
-        return 1.0
-    return float(plain["global_scale"].reshape(()))
+        return torch.ones(1, device=plain["codes"].device)
+    return plain["global_scale"].float().reshape(-1)
 
 
 def _scale_bits(plain: QuantizedTensor, layout: TileLayout) -> Tensor:

@@ -11,9 +11,18 @@ from fewbit.spec.key import LinearKey
 class Fp8Backend(StrEnum):
     """Backends of FP8 layers."""
 
-    TORCH_SCALED_MM = "torch_scaled_mm"
-    CPU = "cpu"
     TRITON = "triton"
+    TORCH_SCALED_MM = "torch_scaled_mm"
+    CUTLASS = "cutlass"
+    DEEP_GEMM = "deep_gemm"
+    B12X = "b12x"
+    FLASHINFER = "flashinfer"
+    HUMMING = "humming"
+    MARLIN = "marlin"
+    EMULATION = "emulation"
+    AITER = "aiter"
+    XPU = "xpu"
+    CPU = "cpu"
     REFERENCE = "reference"
 
 
@@ -22,6 +31,13 @@ def _covers(key: LinearKey) -> bool:
     return not element.is_integer and element.bits == 8 and not key.weight.scale.element.is_exponent_only
 
 
+# TRITON goes first: its FP8 kernel reads torch's layout and calls torch's product where there are many rows.
 FAMILY = Family(
-    "fp8", Fp8Backend, _covers, {"cuda": (Fp8Backend.TORCH_SCALED_MM, Fp8Backend.TRITON), "cpu": (Fp8Backend.CPU,)}
+    "fp8",
+    Fp8Backend,
+    _covers,
+    {
+        "cuda": (Fp8Backend.TRITON, Fp8Backend.TORCH_SCALED_MM, Fp8Backend.HUMMING, Fp8Backend.EMULATION),
+        "cpu": (Fp8Backend.CPU,),
+    },
 )

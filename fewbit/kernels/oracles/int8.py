@@ -1,4 +1,4 @@
-"""Oracle of integer weights under integer activations: INT8 W8A8, and W4A8 until it has kernels of its own."""
+"""Oracle of integer weights under integer activations: INT8 W8A8, W4A8 under INT8 or FP8 activations."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ class Int8Backend(StrEnum):
     TORCH_INT4PACK = "torch_int4pack"
     CPU = "cpu"
     TRITON = "triton"
+    HUMMING = "humming"
+    CUTLASS = "cutlass"
+    MARLIN = "marlin"
+    EMULATION = "emulation"
+    AITER = "aiter"
+    XPU = "xpu"
     REFERENCE = "reference"
 
 
@@ -42,7 +48,7 @@ FAMILY = Family(
     Int8Backend,
     _covers,
     {
-        "cuda": (Int8Backend.TRITON,),
+        "cuda": (Int8Backend.TRITON, Int8Backend.HUMMING),
         "cpu": (Int8Backend.ONEDNN, Int8Backend.CPU, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
     },
 )

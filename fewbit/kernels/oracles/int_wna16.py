@@ -28,6 +28,10 @@ class WNA16Backend(StrEnum):
     TORCH_INT8PACK = "torch_int8pack"
     CPU = "cpu"
     TRITON = "triton"
+    HUMMING = "humming"
+    MARLIN = "marlin"
+    MACHETE = "machete"
+    XPU = "xpu"
     REFERENCE = "reference"
 
 
@@ -40,7 +44,7 @@ FAMILY = Family(
     WNA16Backend,
     _covers,
     {
-        "cuda": (WNA16Backend.TRITON,),
+        "cuda": (WNA16Backend.TRITON, WNA16Backend.HUMMING),
         "cpu": (WNA16Backend.CPU, WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK),
     },
 )

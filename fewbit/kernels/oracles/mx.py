@@ -11,8 +11,17 @@ from fewbit.spec.key import LinearKey
 class MxBackend(StrEnum):
     """Backends of MXFP4 and MXFP6 layers."""
 
-    CPU = "cpu"
+    TORCH_SCALED_MM = "torch_scaled_mm"
+    FLASHINFER = "flashinfer"
     TRITON = "triton"
+    HUMMING = "humming"
+    MARLIN = "marlin"
+    B12X = "b12x"
+    CUTLASS = "cutlass"
+    AITER = "aiter"
+    XPU = "xpu"
+    CPU = "cpu"
+    EMULATION = "emulation"
     REFERENCE = "reference"
 
 
@@ -25,4 +34,12 @@ def _is_nvfp4(key: LinearKey) -> bool:
     return key.weight.element.bits == 4 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("mx", MxBackend, _covers, {"cuda": (MxBackend.TRITON,), "cpu": (MxBackend.CPU,)})
+FAMILY = Family(
+    "mx",
+    MxBackend,
+    _covers,
+    {
+        "cuda": (MxBackend.TORCH_SCALED_MM, MxBackend.TRITON, MxBackend.HUMMING, MxBackend.EMULATION),
+        "cpu": (MxBackend.CPU,),
+    },
+)

@@ -11,8 +11,18 @@ from fewbit.spec.key import LinearKey
 class MxFp8Backend(StrEnum):
     """Backends of MXFP8 layers."""
 
-    CPU = "cpu"
+    TORCH_SCALED_MM = "torch_scaled_mm"
+    FLASHINFER = "flashinfer"
     TRITON = "triton"
+    HUMMING = "humming"
+    MARLIN = "marlin"
+    B12X = "b12x"
+    CUTLASS = "cutlass"
+    DEEP_GEMM = "deep_gemm"
+    AITER = "aiter"
+    XPU = "xpu"
+    CPU = "cpu"
+    EMULATION = "emulation"
     REFERENCE = "reference"
 
 
@@ -21,4 +31,12 @@ def _covers(key: LinearKey) -> bool:
     return not element.is_integer and element.bits == 8 and key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("mxfp8", MxFp8Backend, _covers, {"cuda": (MxFp8Backend.TRITON,), "cpu": (MxFp8Backend.CPU,)})
+FAMILY = Family(
+    "mxfp8",
+    MxFp8Backend,
+    _covers,
+    {
+        "cuda": (MxFp8Backend.TORCH_SCALED_MM, MxFp8Backend.TRITON, MxFp8Backend.HUMMING, MxFp8Backend.EMULATION),
+        "cpu": (MxFp8Backend.CPU,),
+    },
+)

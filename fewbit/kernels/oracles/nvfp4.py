@@ -12,8 +12,17 @@ from fewbit.spec.key import LinearKey
 class NvFp4Backend(StrEnum):
     """Backends of NVFP4 layers."""
 
-    CPU = "cpu"
+    TORCH_SCALED_MM = "torch_scaled_mm"
+    FLASHINFER = "flashinfer"
+    CUTLASS = "cutlass"
+    B12X = "b12x"
     TRITON = "triton"
+    HUMMING = "humming"
+    MARLIN = "marlin"
+    AITER = "aiter"
+    XPU = "xpu"
+    CPU = "cpu"
+    EMULATION = "emulation"
     REFERENCE = "reference"
 
 
@@ -21,4 +30,12 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element == E2M1 and not key.weight.scale.element.is_exponent_only
 
 
-FAMILY = Family("nvfp4", NvFp4Backend, _covers, {"cuda": (NvFp4Backend.TRITON,), "cpu": (NvFp4Backend.CPU,)})
+FAMILY = Family(
+    "nvfp4",
+    NvFp4Backend,
+    _covers,
+    {
+        "cuda": (NvFp4Backend.TORCH_SCALED_MM, NvFp4Backend.TRITON, NvFp4Backend.HUMMING, NvFp4Backend.EMULATION),
+        "cpu": (NvFp4Backend.CPU,),
+    },
+)

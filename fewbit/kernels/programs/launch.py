@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import language as tl
 
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.weight_tiles import FRACTIONS, TileLayout
+from fewbit.kernels.programs.device import HAS_ASSEMBLY, INTERPRETED, chains
 from fewbit.kernels.programs.weight_only import decode, multiply
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-_PACKS = not INTERPRETED and torch.version.hip is None and torch.cuda.is_available()
 
 
 @cache
@@ -33,7 +29,7 @@ def decoding(layout: TileLayout, dtype: torch.dtype) -> dict[str, Any]:
         "KIND": layout.kind, "BITS": layout.bits, "KK": layout.run, "BASE": float(base), "MAGIC": magic,
         "GROUPS": layout.groups, "UNITS_PER_GROUP": layout.units_per_group, "SCALE_KIND": layout.scale_kind,
         "SCALE_BITS": layout.scale_bits, "HAS_ZERO": layout.has_zero, "SCALED": layout.scales_operands(dtype),
-        "PACKED": _PACKS,
+        "PACKED": HAS_ASSEMBLY,
     }  # fmt: skip
 
 
@@ -71,7 +67,7 @@ def launch_of(
     chunk = max(1, -(-blocks * layout.units // programs))
     parts = 1 if chunk % layout.units == 0 else -(-layout.units // chunk) + 1
     partials = x.new_empty(parts * tokens * layout.rows if parts > 1 else 0, dtype=torch.float32)
-    chained = _chains(x.device)
+    chained = chains(x.device)
     arguments = (
         x, tensors["tiles"], tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
         tensors["row_scale"] if x_scale is None else x_scale, x if bias is None else bias, out, partials, counters,
@@ -88,21 +84,14 @@ def launch_of(
     return (-(-blocks * layout.units // chunk),), arguments, constants
 
 
-def compile_ahead(jobs: Sequence[tuple[TileLayout, Plan, int, torch.dtype]]) -> None:
-    """Compiles what the jobs (layout, plan, rows of x, dtype) need into Triton's cache, without weights or results."""
+def compile_for(layout: TileLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
+    """Compiles the program into Triton's cache, without weights or results."""
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
     words, scales = counters[:16].to(torch.int16), torch.zeros(16, device="cuda")
     tensors = {"tiles": words, "scale_words": counters, "zero_words": counters, "row_scale": scales}
-    for layout, plan, tokens, dtype in jobs:
-        x = torch.empty(tokens, layout.columns, dtype=dtype, device="cuda")
-        _, arguments, constants = launch_of(x, x, tensors, counters, None, layout, plan)
-        multiply.warmup(*arguments, grid=(1,), **constants)
-
-
-@cache
-def _chains(device: torch.device) -> bool:
-    """Whether a kernel may start before the one before it ends: compute capability 9.0."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    x = torch.empty(tokens, layout.columns, dtype=dtype, device="cuda")
+    _, arguments, constants = launch_of(x, x, tensors, counters, None, layout, plan)
+    multiply.warmup(*arguments, grid=(1,), **constants)
 
 
 def decode_tiles(tensors: Mapping[str, Tensor], layout: TileLayout, dtype: torch.dtype) -> Tensor:

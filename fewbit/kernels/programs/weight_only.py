@@ -16,6 +16,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.programs.decode import beside, columns, field, group_value, scale_number
+from fewbit.kernels.programs.outputs import finish, share
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def multiply(
             KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED, EVEN_K,
             BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
         )  # fmt: skip
-        finish(total, n, m, row_scale, x_scale, bias, out, M, N, HAS_BIAS, X_SCALES)
+        finish(total, n, m, row_scale, x_scale, x_scale, row_scale, bias, out, M, N, HAS_BIAS, X_SCALES, "none")
     else:
         for tile in range(begin // units, tl.cdiv(end, units)):
             n = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -141,34 +142,9 @@ def multiply(
                 EVEN_K, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
             )  # fmt: skip
             share(
-                total, n, m, tile, program, units, chunk, row_scale, x_scale, bias, out, partials, counters, M, N,
-                HAS_BIAS, X_SCALES, BLOCK_N, BLOCK_M,
+                total, n, m, tile, program, units, chunk, row_scale, x_scale, x_scale, row_scale, bias, out, partials,
+                counters, M, N, HAS_BIAS, X_SCALES, "none", BLOCK_N, BLOCK_M,
             )  # fmt: skip
-
-
-@triton.jit
-def share(
-    total, n, m, tile, program, units, chunk, row_scale, x_scale, bias, out, partials, counters, M, N,
-    HAS_BIAS: tl.constexpr, X_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Stores a program's part of a block; the last of the block's programs adds the parts in order and finishes."""
-    first = tile * units // chunk
-    parts = ((tile + 1) * units - 1) // chunk - first + 1
-    if parts > 1:
-        size = M.to(tl.int64) * N
-        inside = (m < M)[None, :] & (n < N)[:, None]
-        place = m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(partials + (program - first) * size + place, total, mask=inside)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        if arrived == parts - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(parts):
-                total += tl.load(partials + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            finish(total, n, m, row_scale, x_scale, bias, out, M, N, HAS_BIAS, X_SCALES)
-            tl.store(counters + tile, 0)
-    else:
-        finish(total, n, m, row_scale, x_scale, bias, out, M, N, HAS_BIAS, X_SCALES)
 
 
 @triton.jit
@@ -231,20 +207,6 @@ def sum_of_units(
                 # Not summed by the tensor cores: that would make every product wait for the one before.
                 total += product * sum_factor
     return total
-
-
-@triton.jit
-def finish(total, n, m, row_scale, x_scale, bias, out, M, N, HAS_BIAS: tl.constexpr, X_SCALES: tl.constexpr):
-    """Scales rows and tokens, adds the bias, rounds once and stores."""
-    total = total * tl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
-    if X_SCALES == "tokens":
-        total = total * tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
-    if X_SCALES == "one":
-        total = total * tl.load(x_scale)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    place = m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["units"])

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.tile_plans import Plan, plan_by_rule, using_plans
-from fewbit.kernels.linear.weight_tiles import TileLayout
-from fewbit.kernels.registry import linear_kernels
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, plan_by_rule, using_plans
 from fewbit.kernels.tuned.table import COMPARED, Table, name_of, tables_of
-from fewbit.kernels.tuned.tune import LADDER, Progress, compile_candidates, tune_costs, tune_plans
+from fewbit.kernels.tuned.tune import LADDER, Progress, compile_candidates, planned, tune_costs, tune_plans
 from fewbit.spec.hardware import Hardware
 
 
@@ -27,13 +25,12 @@ def tune_layers(
     table = Table.read(path) if path.is_file() else Table(name_of(hardware), hardware.driver, {})
     software = {package: hardware.software[package] for package in COMPARED if package in hardware.software}
     table = replace(table, driver=hardware.driver, software=software)
-    tiles = linear_kernels()["triton_tiles"]
     distinct = list(dict.fromkeys(requests))
-    tiled = [request for request in distinct if tiles.refuse(request, hardware) is None]
-    compile_candidates(tiled, ladder or LADDER)
-    for request in distinct:
-        if request in tiled:
-            plans = tune_plans(request, ladder or LADDER, say)
+    found = {request: planned(request, hardware) for request in distinct}
+    compile_candidates([(pair[1], request.dtype) for request, pair in found.items() if pair], ladder or LADDER)
+    for request, pair in found.items():
+        if pair:
+            plans = tune_plans(request, *pair, ladder or LADDER, say)
             table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
         with using_plans(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens)):
             costs = tune_costs(request, hardware, ladder or LADDER, say)
@@ -43,7 +40,7 @@ def tune_layers(
     return table
 
 
-def plan_in(table: Table, layout: TileLayout, tokens: int) -> Plan:
+def plan_in(table: Table, layout: WeightLayout, tokens: int) -> Plan:
     """The table's plan for exactly that many rows, or the one by rule."""
     for entry in table.plans:
         if entry["layout"] == asdict(layout) and entry["M"] == tokens:

@@ -97,15 +97,16 @@ class Table:
     def costs_of(self, request: LinearRequest, mix: Mapping[int, float]) -> dict[str, float]:
         """Kernel -> microseconds of a layer, averaged over a mix of numbers of rows.
 
-        A kernel that was not measured at each of them (at the next larger M of the table) is left out.
+        Numbers of rows beyond the largest that was measured are left out of the mix, and so is a kernel that was not
+        measured at each of the others (at the next larger M of the table).
         """
         measured = self._by_layer.get((str(request.key), request.dtype, request.rows, request.columns), {})
         rows = {tokens: _ceiling(measured, tokens) for tokens in mix}
-        if not measured or None in rows.values():
+        lines = [(measured[row], mix[tokens]) for tokens, row in rows.items() if row is not None]
+        if not lines:
             return {}
-        lines = [(measured[rows[tokens] or 0], weight) for tokens, weight in mix.items()]
         kernels = set.intersection(*(set(line) for line, _ in lines))
-        total = sum(mix.values())
+        total = sum(weight for _, weight in lines)
         return {name: sum(line[name] * weight for line, weight in lines) / total for name in sorted(kernels)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
-from fewbit.kernels.linear.tile_plans import Plan, is_possible, using_plans
-from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
+from fewbit.kernels.linear.products import vendor_multiplies
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, using_plans
+from fewbit.kernels.linear.weight_tiles import layout_of
 from fewbit.kernels.registry import linear_kernels
+from fewbit.kernels.tuned.candidates import candidates
 from fewbit.kernels.tuned.measure import call_time_us, copies_of
 from fewbit.numerics import QuantizedTensor, quantize
 from fewbit.numerics.activations import needs_calibration, static_input_scales
@@ -25,46 +28,9 @@ from fewbit.spec.hardware import Hardware
 
 LADDER = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Rows of x that are measured."""
-BLOCKS = {
-    8: ((32, 2), (64, 1), (64, 2), (64, 4), (128, 2), (128, 4)),
-    16: ((64, 4), (128, 4), (256, 8)),
-    32: ((64, 4), (128, 4), (128, 8)),
-    64: ((64, 4), (128, 4), (128, 8)),
-    128: ((64, 4), (128, 8), (256, 8)),
-    256: ((64, 4), (64, 8), (128, 8)),
-}
-"""Columns of a block -> its rows of the weight, and warps."""
-STAGES = {8: (3, 4, 6), 16: (3, 4), 32: (3, 4), 64: (2, 3, 4), 128: (2, 3), 256: (2, 3)}
-PER_MULTIPROCESSOR = (1, 2, 3, 4, 6, 8)
-"""Programs to a multiprocessor that are tried."""
-PARTS = (2, 4, 8)
-"""Programs to a block that are tried."""
-MOST_PER_MULTIPROCESSOR = 13
-DECODES_FIRST_FROM = 128
-FUSED_UP_TO = 512
-
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 Progress = Callable[[str], None]
-
-
-def candidates(layout: TileLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
-    """Plans worth timing for a product of `tokens` rows."""
-    if tokens >= DECODES_FIRST_FROM:
-        yield Plan(decodes_first=True)
-    if tokens > FUSED_UP_TO:
-        return
-    widths = [width for width in BLOCKS if width >= tokens][:1] or list(BLOCKS)[-1:]
-    smaller = [width for width in BLOCKS if 32 <= width < widths[0]][-2:]
-    for block_m in [*smaller, *widths]:
-        for (block_n, warps), stages in product(BLOCKS[block_m], STAGES[block_m]):
-            blocks = layout.padded_rows // block_n * -(-tokens // block_m)
-            counts = {0} | {multiprocessors * many for many in PER_MULTIPROCESSOR} | {blocks * many for many in PARTS}
-            for programs in sorted(counts):
-                fits = programs <= min(blocks * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR)
-                plan = Plan(block_n, block_m, warps, stages, programs)
-                if fits and is_possible(plan, layout):
-                    yield plan
 
 
 def random_layer(request: LinearRequest, device: str) -> QuantizedTensor:
@@ -95,11 +61,25 @@ def inputs(request: LinearRequest, tokens: int, device: str) -> Tensor:
     return torch.randn(tokens, request.columns, device=device, dtype=DTYPES[request.dtype])
 
 
-def tune_plans(request: LinearRequest, ladder: Iterable[int], say: Progress) -> list[dict[str, Any]]:
+PLANNED = {"triton_int8": "int8", "triton_fp8": "e4m3"}
+"""Kernels over 8-bit codes -> what their tensor cores multiply."""
+
+
+def planned(request: LinearRequest, hardware: Hardware) -> tuple[LinearKernel, WeightLayout] | None:
+    """The kernel whose plans are worth measuring for a request, and the layout they are kept under."""
+    kernels = linear_kernels()
+    for name, operand in PLANNED.items():
+        layout = product_layout_of(request, operand) if kernels[name].refuse(request, hardware) is None else None
+        if layout is not None:
+            return kernels[name], layout
+    tiles = layout_of(request) if kernels["triton_tiles"].refuse(request, hardware) is None else None
+    return None if tiles is None else (kernels["triton_tiles"], tiles)
+
+
+def tune_plans(
+    request: LinearRequest, kernel: LinearKernel, layout: WeightLayout, ladder: Iterable[int], say: Progress
+) -> list[dict[str, Any]]:
     """The fastest plan at every M of the ladder, as entries of a table."""
-    layout = layout_of(request)
-    assert layout is not None, "the request was refused"
-    kernel = linear_kernels()["triton_tiles"]
     weights = rotated(kernel, request, "cuda")
     found = []
     for tokens in ladder:
@@ -131,24 +111,32 @@ def _fits(call: Callable[[], Tensor]) -> bool:
     return True
 
 
-def compile_candidates(requests: Iterable[LinearRequest], ladder: Iterable[int]) -> None:
-    """Compiles all plans for the requests, in a process to each core, into the cache that this process reads."""
-    jobs = {}
-    for request, tokens in product(requests, ladder):
-        layout = layout_of(request)
-        assert layout is not None, "the request was refused"
-        decoding = replace(layout, rows=0, columns=layout.columns % layout.unit), layout.units_per_group
+def compile_candidates(layouts: Iterable[tuple[WeightLayout, str]], ladder: Iterable[int]) -> None:
+    """Compiles all plans for layouts and dtypes, in a process to each core, into the cache that this process reads."""
+    jobs: dict[Any, tuple[WeightLayout, Plan, int, torch.dtype]] = {}
+    for (layout, dtype), tokens in product(layouts, ladder):
         for plan in candidates(layout, tokens, _multiprocessors()):
-            if not plan.decodes_first:
-                kind = (decoding, request.dtype, replace(plan, programs=min(1, plan.programs)))
-                jobs.setdefault(kind, (layout, plan, tokens, DTYPES[request.dtype]))
+            target = layout
+            if plan.decodes_first and isinstance(layout, ProductLayout):
+                target = layout.decoded()
+            if not plan.decodes_first or (isinstance(target, ProductLayout) and not vendor_multiplies(target)):
+                cut = replace(plan, decodes_first=False)
+                kind = (_compiled_for(target), dtype, replace(cut, programs=min(1, cut.programs)))
+                jobs.setdefault(kind, (target, cut, tokens, DTYPES[dtype]))
     count = min(len(os.sched_getaffinity(0)), len(jobs))
     if count:
-        from fewbit.kernels.programs.launch import compile_ahead  # imports Triton
+        from fewbit.kernels.programs.ahead import compile_ahead  # imports Triton
 
         parts = [list(jobs.values())[index::count] for index in range(count)]
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_ahead, parts))
+
+
+def _compiled_for(layout: WeightLayout) -> object:
+    """What of a layout is compiled into a program."""
+    if isinstance(layout, ProductLayout):
+        return replace(layout, rows=layout.rows % 16, columns=layout.columns % layout.unit)
+    return replace(layout, rows=0, columns=layout.columns % layout.unit), layout.units_per_group
 
 
 def tune_costs(

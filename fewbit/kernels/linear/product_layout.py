@@ -1,0 +1,217 @@
+"""The prepared layout of weights for products on 8-bit tensor cores: codes by rows, or pairs of 4-bit codes in bytes.
+
+Codes are int8 [N, width] or E4M3 [N, width], width being K up to the next unit. Integers of up to 4 bits and E2M1 are
+held in pairs, int8 [N, width / 2]: byte c of a unit of two runs of C features holds feature c of the first run in its
+lower and of the second run in its upper half, so that no register moves after decoding (`programs.nibbles`). Decoded
+bytes are the numbers times a power of two, which `row_scale` takes away.
+
+Scales of groups lie [groups, N] in a 16-bit dtype that holds them exactly, or in float32; a scale of a whole row, and
+the second-level one, multiply the last sum.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fewbit.kernels.activation.rounding import Rounding
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
+from fewbit.kernels.linear.weight_tiles import group_of
+from fewbit.numerics import QuantizedTensor, decode, effective_scale
+from fewbit.spec.element import E2M1, E4M3, Element
+
+LONGEST_UNIT = 128
+SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
+"""Kind -> fewest input features under one scale: tensor cores multiply 32 at a time, and so are bytes read."""
+EXACT_INTEGERS = 16
+"""Integers up to here have no more bits than E4M3's four."""
+_FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**6}
+SCALES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class ProductLayout:
+    """Where the codes and scales of a weight [rows, columns] lie; see the head of this file.
+
+    Attributes:
+        operand: what the tensor cores multiply, `int8` or `e4m3`.
+        kind: `codes` where operands are stored, else what pairs hold: `integer` or `e2m1`.
+        group: input features under one weight scale, 0 where one holds for a whole row.
+        x_group: the same of the activations.
+        scale_dtype: `bf16`, `f16` or `f32`.
+    """
+
+    operand: str
+    kind: str
+    rows: int
+    columns: int
+    group: int
+    x_group: int
+    scale_dtype: str
+
+    @classmethod
+    @cache
+    def parse(cls, text: str) -> ProductLayout:
+        """Reads `str(layout)` back."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def bits(self) -> int:
+        """Of a stored code."""
+        return 8 if self.kind == "codes" else 4
+
+    @property
+    def step(self) -> int:
+        """Input features that are summed before a scale may change."""
+        return min(self.group or LONGEST_UNIT, self.x_group or LONGEST_UNIT, LONGEST_UNIT)
+
+    @property
+    def run(self) -> int:
+        """Bytes of a row in a unit."""
+        return self.step if self.kind == "codes" else max(32, self.step // 2)
+
+    @property
+    def unit(self) -> int:
+        """Input features that are read at a time."""
+        return self.run * 8 // self.bits
+
+    @property
+    def units(self) -> int:
+        return -(-self.columns // self.unit)
+
+    @property
+    def width(self) -> int:
+        """Input features with padding."""
+        return self.units * self.unit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all prepared tensors, counters and what activations need aside."""
+        groups = -(-self.columns // self.group) if self.group else 0
+        size = 4 if self.scale_dtype == "f32" else 2
+        return self.rows * (self.units * self.run + groups * size + 4)
+
+    def decoded(self) -> ProductLayout:
+        """The layout of the same weight as 8-bit codes."""
+        return ProductLayout(
+            self.operand, "codes", self.rows, self.columns, self.group, self.x_group, self.scale_dtype
+        )  # fmt: skip
+
+
+def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
+    """The layout of a request's weight, or None where the operand cannot hold it or its scales are too close.
+
+    Args:
+        request: its activation key can be rounded by the programs.
+        operand: `int8` or `e4m3`.
+    """
+    key, activation = request.key.weight, request.key.activation
+    kind = _kind(key.element, operand)
+    group = group_of(key, request.rows, request.columns)
+    if activation is None or kind is None or group is None or not key.symmetric:
+        return None
+    if request.rows < 1 or request.columns < 1:
+        return None
+    name = "bf16" if key.scale.element.bits == 8 else key.scale.element.name
+    # A scale of both levels in float32: no 16-bit dtype holds every one of them.
+    layout = ProductLayout(
+        operand,
+        kind,
+        request.rows,
+        request.columns,
+        group,
+        Rounding.of(str(activation)).group,
+        name if group else "f32",
+    )
+    return layout if layout.step >= SHORTEST[kind] else None
+
+
+def _kind(element: Element, operand: str) -> str | None:
+    if element.is_integer:
+        if element.min >= -8 and element.max <= 7:
+            return "integer"
+        limit = 127 if operand == "int8" else EXACT_INTEGERS
+        return "codes" if -limit - (operand == "int8") <= element.min and element.max <= limit else None
+    if operand == "e4m3" and element in (E4M3, E2M1):
+        return "codes" if element == E4M3 else "e2m1"
+    return None
+
+
+def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bool) -> dict[str, Tensor]:
+    """The prepared tensors of a plain record.
+
+    Args:
+        plain: the record.
+        layout: of its request.
+        with_sums: whether activations have zero points, for which sums of rows are needed.
+
+    Returns:
+        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty.
+
+    Raises:
+        CheckpointError: a code lies outside the element's range.
+    """
+    codes = plain["codes"]
+    factor = _FACTORS.get((layout.kind, layout.operand), 1.0)
+    if layout.group:
+        scale = spread(decode(plain["scale"], plain.key.scale.element), plain, layout.group).t().contiguous()
+        scale = scale.to(SCALES[layout.scale_dtype])
+        row_scale = torch.full((layout.rows,), factor, device=codes.device)
+        if "global_scale" in plain:
+            row_scale = row_scale * plain["global_scale"].flatten().float()
+    else:
+        scale, row_scale = torch.empty(0, device=codes.device), row_scales(plain) * factor
+    tensors = {"weight": _stored(plain, layout), "scale": scale, "row_scale": row_scale.contiguous()}
+    sums = torch.empty(0, device=codes.device)
+    if with_sums:
+        sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
+    return tensors | {"weight_sums": sums}
+
+
+def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:
+    codes = plain["codes"]
+    missing = layout.width - layout.columns
+    if layout.kind == "codes":
+        if plain.key.element.is_integer:
+            codes = integers_in_range(plain).to(torch.float32 if layout.operand == "e4m3" else torch.int8)
+        padded = torch.nn.functional.pad(codes.to(CODES[layout.operand]).view(torch.int8), (0, missing))
+        return padded.contiguous().view(CODES[layout.operand])
+    if layout.kind == "integer":
+        numbers = integers_in_range(plain)
+        # A sign and three bits of magnitude for E4M3; a sign alone is -8.
+        fields = numbers & 15 if layout.operand == "int8" else (numbers < 0) * 8 | (numbers.abs() & 7)
+    else:
+        fields = codes.int()
+    padded = torch.nn.functional.pad(fields, (0, missing)).view(layout.rows, layout.units, 2, layout.run)
+    pairs = padded[:, :, 0] | padded[:, :, 1] << 4
+    return pairs.to(torch.uint8).view(torch.int8).reshape(layout.rows, -1).contiguous()
+
+
+def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor:
+    """The numbers that prepared tensors stand for, float32 [N, K]: the inverse of `product_tensors`."""
+    weight = tensors["weight"]
+    if layout.kind != "codes":
+        fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
+        codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
+        if layout.kind == "e2m1":
+            numbers = decode(codes.to(torch.uint8), E2M1)
+        elif layout.operand == "int8":
+            numbers = ((codes ^ 8) - 8).float()
+        else:
+            numbers = (torch.where(codes == 8, 8, codes & 7) * (1 - 2 * (codes >> 3))).float()
+        numbers = numbers / _FACTORS[layout.kind, layout.operand]
+    else:
+        numbers = weight.float()
+    numbers = numbers[:, : layout.columns] * tensors["row_scale"][:, None]
+    if layout.group:
+        numbers = numbers * tensors["scale"].float().t().repeat_interleave(layout.group, 1)[:, : layout.columns]
+    return numbers

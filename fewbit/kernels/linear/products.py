@@ -1,0 +1,159 @@
+"""The operation of products on 8-bit tensor cores: activations to codes, codes times codes, scales last.
+
+One prepared layout serves every M (`product_layout`); how a product of so many rows is cut, or whether the vendor's
+library multiplies instead, `tile_plans` says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbit.kernels.activation.rounding import Rounding
+from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.linear.product_layout import ProductLayout, product_numbers, product_tensors
+from fewbit.kernels.linear.tile_plans import fixed_plan, plan_for, rows_at_once
+from fewbit.kernels.operations import define
+from fewbit.kernels.probe import device_name, interprets_triton
+from fewbit.numerics import QuantizedTensor, decode, dequantize
+from fewbit.numerics.activations import quantize_activations
+from fewbit.packing.registry import unpack_record
+from fewbit.spec.key import QuantKey
+
+COUNTERS = 4096
+"""Blocks of outputs that may be split over K at once; each needs a counter, which is zero between calls."""
+
+
+def prepare_product(record: QuantizedTensor, request: LinearRequest, layout: ProductLayout) -> Prepared:
+    """The prepared weight, with what is known of its activations.
+
+    Raises:
+        CheckpointError: a code lies outside the element's range.
+    """
+    activation = request.key.activation
+    assert activation is not None, "the request was refused"
+    tensors = product_tensors(unpack_record(record), layout, not activation.symmetric)
+    tensors["counters"] = torch.zeros(COUNTERS, dtype=torch.int32, device=tensors["weight"].device)
+    return Prepared(
+        tensors | static_tensors(record, activation),
+        {"layout": str(layout), "activation": str(activation), "same_bits": request.batch_invariant},
+    )
+
+
+def static_tensors(record: QuantizedTensor, key: QuantKey) -> dict[str, Tensor]:
+    """The static activation scales of a record as programs take them; the zero point counts from what codes lose."""
+    found = {}
+    if "input_global_scale" in record:
+        found["input_global_scale"] = record["input_global_scale"].double().reshape(())
+    if "input_scale" in record and not key.is_dynamic:
+        found["input_scale"] = record["input_scale"].float().reshape(())
+        if not key.symmetric:
+            zero = torch.zeros_like(found["input_scale"])
+            if "input_zero_point" in record:
+                zero = decode(record["input_zero_point"], key.element).reshape(())
+            found["input_zero_point"] = zero - Rounding.of(str(key)).offset
+    return found
+
+
+def run_product(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """y = x @ W.T + bias."""
+    tensors, constants = prepared.tensors, prepared.constants
+    return _operation(
+        x, tensors["weight"], tensors["scale"], tensors["row_scale"], tensors["weight_sums"], tensors["counters"],
+        tensors.get("input_scale"), tensors.get("input_zero_point"), bias, constants["layout"],
+        constants["activation"], constants["same_bits"],
+    )  # fmt: skip
+
+
+def product_bytes(layout: ProductLayout | None) -> int:
+    """Bytes of a prepared weight."""
+    return 0 if layout is None else layout.nbytes + 4 * COUNTERS
+
+
+def _linear(
+    x: Tensor, weight: Tensor, scale: Tensor, row_scale: Tensor, weight_sums: Tensor, counters: Tensor,
+    input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None, layout: str, activation: str,
+    same_bits: bool,
+) -> Tensor:  # fmt: skip
+    parsed = ProductLayout.parse(layout)
+    if x.numel() == 0:
+        return x.new_empty(*x.shape[:-1], parsed.rows)
+    static = {"input_scale": input_scale, "input_zero_point": input_zero_point}
+    known = {name: tensor for name, tensor in static.items() if tensor is not None}
+    tensors = {
+        "weight": weight, "scale": scale, "row_scale": row_scale, "weight_sums": weight_sums, "counters": counters
+    }  # fmt: skip
+    flat = x.reshape(-1, parsed.columns).contiguous()
+    if not (x.is_cuda or interprets_triton()):
+        product = _defined(flat, tensors, known, bias, parsed, activation)
+    elif same_bits:
+        rows = rows_at_once(parsed, counters.numel())
+        parts = [_multiplied(part, tensors, known, bias, parsed, activation, True) for part in torch.split(flat, rows)]
+        product = parts[0] if len(parts) == 1 else torch.cat(parts)
+    else:
+        product = _multiplied(flat, tensors, known, bias, parsed, activation, False)
+    return product.view(*x.shape[:-1], parsed.rows)
+
+
+def _multiplied(
+    flat: Tensor, tensors: dict[str, Tensor], static: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
+    activation: str, same_bits: bool,
+) -> Tensor:  # fmt: skip
+    """On the device: codes of activations, then the product by the plan for its M."""
+    from fewbit.kernels.programs import product_launch as launch  # imports Triton
+    from fewbit.kernels.programs.activations import quantized
+
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False)
+    tokens = flat.shape[0]
+    plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
+    if plan.decodes_first and layout.kind != "codes":
+        tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], layout)}
+        layout = layout.decoded()
+    if plan.decodes_first and vendor_multiplies(layout):
+        return _vendor(codes, x_scale, tensors, bias, flat.dtype)
+    return launch.multiply(codes, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
+
+
+def vendor_multiplies(layout: ProductLayout) -> bool:
+    """Whether torch has the product: E4M3 under scales of rows, extents that are multiples of 16, nothing padded."""
+    plain = layout.operand == "e4m3" and layout.kind == "codes" and not layout.group and not layout.x_group
+    return plain and layout.width == layout.columns and layout.rows % 16 == 0
+
+
+def _vendor(
+    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    tokens = codes.shape[0]
+    over_tokens = x_scale.reshape(-1, 1) if x_scale.dim() else x_scale.reshape(1, 1).repeat(tokens, 1)
+    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
+    product = torch._scaled_mm(
+        codes, tensors["weight"].t(), over_tokens, tensors["row_scale"].view(1, -1), bias=fused, out_dtype=dtype
+    )
+    return product if bias is None or fused is not None else product.add_(bias)
+
+
+def _defined(
+    flat: Tensor, tensors: dict[str, Tensor], static: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """The product where no Triton program runs: numbers of both sides in float32."""
+    key = QuantKey.parse(activation)
+    if "input_zero_point" in static:
+        offset = Rounding.of(activation).offset
+        static = {**static, "input_zero_point": (static["input_zero_point"] + offset).to(torch.int32)}
+    numbers = dequantize(quantize_activations(flat, key, static))
+    product = torch.nn.functional.linear(numbers, product_numbers(tensors, layout))
+    return (product if bias is None else product + bias).to(flat.dtype)
+
+
+def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_operation = define(
+    "linear_product(Tensor x, Tensor weight, Tensor scale, Tensor row_scale, Tensor weight_sums, Tensor counters, "
+    "Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, bool same_bits) "
+    "-> Tensor",
+    _linear,
+    _fake,
+)

@@ -1,0 +1,104 @@
+"""The operation of quantized activations over weight tiles: the numbers that codes stand for, on 16-bit tensor cores.
+
+Numbers of E4M3, of E2M1 and of integers of up to 8 bits are exact in bf16 and f16, with zero points taken away too, and
+so are E2M1 and E4M3 times a block scale of E8M0 or E4M3 in bf16; decoded weights are exact as well. Products are summed
+in float32; scales of tokens and of the tensor come after the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewbit.kernels.activation.rounding import Rounding
+from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.linear.products import static_tensors
+from fewbit.kernels.linear.triton_tiles import COUNTERS, multiply
+from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of, tile_tensors
+from fewbit.kernels.operations import define
+from fewbit.kernels.probe import interprets_triton
+from fewbit.numerics import QuantizedTensor, decode, dequantize
+from fewbit.numerics.activations import quantize_activations
+from fewbit.packing.registry import unpack_record
+from fewbit.spec.key import QuantKey
+
+
+def prepare_tiles(record: QuantizedTensor, request: LinearRequest) -> Prepared:
+    """The prepared weight, with what is known of its activations.
+
+    Raises:
+        CheckpointError: a code lies outside the element's range.
+    """
+    layout, activation = layout_of(request), request.key.activation
+    assert layout is not None and activation is not None, "the request was refused"
+    tensors = tile_tensors(unpack_record(record), layout)
+    tensors["counters"] = torch.zeros(COUNTERS, dtype=torch.int32, device=tensors["tiles"].device)
+    return Prepared(
+        tensors | static_tensors(record, activation),
+        {"layout": str(layout), "activation": str(activation), "same_bits": request.batch_invariant},
+    )
+
+
+def run_tiles(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """y = x @ W.T + bias."""
+    tensors, constants = prepared.tensors, prepared.constants
+    return _operation(
+        x, tensors["tiles"], tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
+        tensors["counters"], tensors.get("input_scale"), tensors.get("input_zero_point"),
+        tensors.get("input_global_scale"), bias, constants["layout"], constants["activation"], constants["same_bits"],
+    )  # fmt: skip
+
+
+def _linear(
+    x: Tensor, tiles: Tensor, scale_words: Tensor, zero_words: Tensor, row_scale: Tensor, counters: Tensor,
+    input_scale: Tensor | None, input_zero_point: Tensor | None, input_global_scale: Tensor | None,
+    bias: Tensor | None, layout: str, activation: str, same_bits: bool,
+) -> Tensor:  # fmt: skip
+    parsed, rounding = TileLayout.parse(layout), Rounding.of(activation)
+    tensors = {"tiles": tiles, "scale_words": scale_words, "zero_words": zero_words, "row_scale": row_scale}
+    given = {
+        "input_scale": input_scale, "input_zero_point": input_zero_point, "input_global_scale": input_global_scale
+    }  # fmt: skip
+    static = {name: tensor for name, tensor in given.items() if tensor is not None}
+    flat, scale = x.reshape(-1, parsed.columns).contiguous(), None
+    if flat.numel() and (flat.is_cuda or interprets_triton()):
+        from fewbit.kernels.programs.activations import quantized  # imports Triton
+
+        flat, scale, _ = quantized(flat, rounding, static, parsed.columns, True)
+    elif flat.numel():
+        flat, scale = _defined(flat, QuantKey.parse(activation), rounding, static)
+    if rounding.group:  # multiplied in, but for the scale of the tensor
+        scale = None if input_global_scale is None else input_global_scale.float()
+    product = multiply(flat, scale, tensors, counters, bias, parsed, same_bits)
+    return product.view(*x.shape[:-1], parsed.rows)
+
+
+def _defined(
+    flat: Tensor, key: QuantKey, rounding: Rounding, static: dict[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """What the program gives, where none runs: numbers in x's dtype, and scales."""
+    known = dict(static)
+    if "input_zero_point" in known:
+        known["input_zero_point"] = (known["input_zero_point"] + rounding.offset).to(torch.int32)
+    record = quantize_activations(flat, key, known)
+    if rounding.group:
+        numbers = dequantize(record) / (1.0 if "global_scale" not in record else record["global_scale"].reshape(()))
+        return numbers.to(flat.dtype), None
+    numbers = decode(record["codes"], key.element)
+    if "zero_point" in record:
+        numbers = numbers - decode(record["zero_point"], key.element)
+    scale = static["input_scale"] if "input_scale" in static else record["scale"].reshape(-1)
+    return numbers.to(flat.dtype), scale
+
+
+def _fake(x: Tensor, *rest: Tensor | str | bool | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], TileLayout.parse(str(rest[9])).rows)
+
+
+_operation = define(
+    "linear_tiles_quantized(Tensor x, Tensor tiles, Tensor scale_words, Tensor zero_words, Tensor row_scale, "
+    "Tensor counters, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_global_scale, Tensor? bias, "
+    "str layout, str activation, bool same_bits) -> Tensor",
+    _linear,
+    _fake,
+)

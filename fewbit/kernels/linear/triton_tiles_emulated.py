@@ -1,0 +1,60 @@
+"""Activations of NVFP4, MXFP4 and MXFP8 emulated: rounded to what codes stand for, then multiplied exactly.
+
+Devices without arithmetic of block-scaled floats get the numbers that those with it would multiply: E2M1 or E4M3 times
+a block scale has at most eight significant bits, so bf16 holds it exactly (f16 but for the smallest ones), and weights
+are decoded in registers on the way into 16-bit tensor cores. No dequantized weight is ever stored for few rows, and the
+activations cost one pass. See `quantized_tiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from fewbit.kernels.activation.rounding import covers_rows, rounding_obstacles
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.linear.obstacles import require_roles
+from fewbit.kernels.linear.quantized_tiles import prepare_tiles, run_tiles
+from fewbit.kernels.linear.triton_tiles import tile_bytes, tile_obstacles
+from fewbit.numerics import QuantizedTensor
+from fewbit.spec.element import F32
+from fewbit.spec.hardware import Hardware
+
+
+class TritonTilesEmulated(LinearKernel):
+    """See the head of this file."""
+
+    name: ClassVar[str] = "triton_tiles_emulated"
+    backend: ClassVar[str] = "emulation"
+    emulates: ClassVar[bool] = True
+
+    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
+        return Refusal.first(_obstacles(request, hardware))
+
+    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
+        """See the contract.
+
+        Raises:
+            CheckpointError: a code lies outside the element's range.
+        """
+        require_roles(record, request)
+        return prepare_tiles(record, request)
+
+    def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        return run_tiles(x, prepared, bias)
+
+    def prepared_bytes(self, request: LinearRequest) -> int:
+        return tile_bytes(request)
+
+
+def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+    activation = request.key.activation
+    if activation is None:
+        yield "no activation key: there is nothing to emulate"
+        return
+    yield from tile_obstacles(request, hardware)
+    if covers_rows(activation) or activation.scale.element == F32:
+        yield f"activations in groups under scales of e8m0 or e4m3 are emulated, found {activation}"
+    yield from rounding_obstacles(activation, request.columns, request.batch_invariant)

@@ -1,0 +1,83 @@
+"""Launching products of 8-bit codes: from tensors and a plan to arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fewbit.kernels.linear.product_layout import CODES, SCALES, ProductLayout
+from fewbit.kernels.linear.tile_plans import Plan
+from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
+from fewbit.kernels.programs.products import decode_nibbles, multiply_codes
+
+DECODED_AT_ONCE = 8  # units of a row
+
+
+def multiply(
+    codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, tensors: Mapping[str, Tensor], bias: Tensor | None,
+    layout: ProductLayout, plan: Plan, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """y [M, N] of codes [M, width] with their scales and zero points, see `programs.activations.quantized`."""
+    out = codes.new_empty(codes.shape[0], layout.rows, dtype=dtype)
+    grid, arguments, constants = launch_of(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
+    multiply_codes[grid](*arguments, **constants)
+    return out
+
+
+def launch_of(
+    codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
+    bias: Tensor | None, layout: ProductLayout, plan: Plan,
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Grid, arguments and compile-time arguments of `multiply_codes`."""
+    tokens = codes.shape[0]
+    blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
+    programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
+    chunk = max(1, -(-blocks * layout.units // programs))
+    parts = 1 if chunk % layout.units == 0 else -(-layout.units // chunk) + 1
+    partials = x_scale.new_empty(parts * tokens * layout.rows if parts > 1 else 0)
+    chained = chains(codes.device)
+    grouped = layout.x_group > 0
+    arguments = (
+        codes, tensors["weight"], tensors["scale"], tensors["row_scale"],
+        x_scale, x_scale if x_zero is None else x_zero, tensors["weight_sums"],
+        out if bias is None else bias, out, partials, tensors["counters"],
+        tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk,
+    )  # fmt: skip
+    constants = {
+        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "DOTS": max(1, layout.unit // layout.step),
+        "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
+        "WHOLE": chunk == layout.units, "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",
+        "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
+    }  # fmt: skip
+    if chained:
+        constants["launch_pdl"] = True
+    return (-(-blocks * layout.units // chunk),), arguments, constants
+
+
+def decode_weight(weight: Tensor, layout: ProductLayout) -> Tensor:
+    """Pairs of 4-bit codes [N, width / 2] as 8-bit operands [N, width]."""
+    out = weight.new_empty(layout.rows, layout.width)
+    decode_nibbles[(layout.rows, triton.cdiv(layout.units, DECODED_AT_ONCE))](
+        weight, out, weight.shape[1], KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, UNITS=DECODED_AT_ONCE,
+        PACKED=HAS_ASSEMBLY, num_warps=4,
+    )  # fmt: skip
+    return out if layout.operand == "int8" else out.view(torch.float8_e4m3fn)
+
+
+def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
+    """Compiles the program into Triton's cache, without weights or results."""
+    counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
+    scales = torch.zeros(16, device="cuda")
+    codes = torch.empty(tokens, layout.width, dtype=CODES[layout.operand], device="cuda")
+    tensors = {
+        "weight": codes if layout.kind == "codes" else counters.to(torch.int8), "counters": counters,
+        "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
+    }  # fmt: skip
+    out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
+    _, arguments, constants = launch_of(codes, scales, None, out, tensors, None, layout, plan)
+    multiply_codes.warmup(*arguments, grid=(1,), **constants)

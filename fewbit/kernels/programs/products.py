@@ -1,0 +1,158 @@
+"""y = x @ W.T + bias on 8-bit tensor cores: codes of x, codes of W or pairs of 4-bit codes decoded in registers.
+
+INT8 products are summed in 32 bits over the whole of K where no scale lies between. FP8 products are summed by the
+tensor cores over one unit of at most 128 input features and from there in float32, because Hopper's keep no more than
+some 14 bits; scales of groups, of either side, multiply these sums.
+
+The work is cut as in `weight_only`: into equal chunks of consecutive units, which several programs may share a block
+for, or one block a program. W is the left operand, so M is the narrow side.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fewbit.kernels.programs.decode import beside
+from fewbit.kernels.programs.nibbles import both_runs
+from fewbit.kernels.programs.outputs import finish, share
+
+BLOCKS_TOGETHER = tl.constexpr(8)  # blocks of M that are near in time, so that both sides come from the cache
+
+
+@triton.jit
+def block_of(tile, tiles_n, tiles_m):
+    """Which block of N and which of M a tile is."""
+    together = BLOCKS_TOGETHER * tiles_n
+    first = tile // together * BLOCKS_TOGETHER
+    height = tl.minimum(tiles_m - first, BLOCKS_TOGETHER)
+    inside = tile % together
+    return inside // height, first + inside % height
+
+
+@triton.jit
+def fetch_ahead(addresses):
+    """Brings the lines of the addresses into the second-level cache and waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+# Not specialized by these numbers: every M would be a compilation of its own.
+@triton.jit(do_not_specialize=["M", "units", "chunk"])
+def multiply_codes(
+    x, weight, scale, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters,
+    M, N, width, stride, units, chunk,
+    KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
+    X_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
+
+    Args:
+        x: codes [M, width]; with scales [groups, M] where `X_GROUP` is not 0, else as `X_SCALES` says.
+        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0.
+        WHOLE: a chunk is the whole of one block.
+        CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
+        AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    program = tl.program_id(0)
+    begin = program * chunk
+    end = tl.minimum(begin + chunk, tiles_n * tiles_m * units)
+    if CHAINED:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            block_n, block_m = block_of(begin // units, tiles_n, tiles_m)
+            row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
+            fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
+        gdc_wait()
+    if WHOLE:
+        block_n, block_m = block_of(program, tiles_n, tiles_m)
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        total = sum_of_codes(
+            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP,
+            BLOCK_N, BLOCK_M, STAGES, PACKED,
+        )  # fmt: skip
+        finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
+    else:
+        for tile in range(begin // units, tl.cdiv(end, units)):
+            block_n, block_m = block_of(tile, tiles_n, tiles_m)
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            total = sum_of_codes(
+                x, weight, scale, x_scale, n, m, M, N, width, stride,
+                tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
+                KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
+            )  # fmt: skip
+            share(
+                total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
+                counters, M, N, HAS_BIAS, X_SCALES, X_ZEROS, BLOCK_N, BLOCK_M,
+            )  # fmt: skip
+
+
+@triton.jit
+def sum_of_codes(
+    x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
+    RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
+    UNIT: tl.constexpr = RUN if KIND == "codes" else 2 * RUN
+    DEPTH: tl.constexpr = UNIT // DOTS
+    SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
+    WHOLE_SUMS: tl.constexpr = OPERAND == "int8" and GROUP == 0 and X_GROUP == 0
+    row = tl.minimum(n, N - 1)
+    token = tl.minimum(m, M - 1)
+    words_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, RUN)[None, :]
+    x_at = x + token.to(tl.int64)[None, :] * width + tl.arange(0, DEPTH)[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_M), SUM if WHOLE_SUMS else tl.float32)
+    for unit in tl.range(begin, end, num_stages=STAGES):
+        words = tl.load(words_at + unit * RUN)
+        if KIND != "codes":
+            lower, upper = both_runs(words, KIND, OPERAND, PACKED)
+        for dot in tl.static_range(DOTS):
+            if KIND == "codes":
+                operand = words
+            elif DOTS == 1:
+                operand = beside(lower, upper)
+            elif dot == 0:
+                operand = lower
+            else:
+                operand = upper
+            if OPERAND == "e4m3" and KIND != "codes":
+                operand = operand.to(tl.float8e4nv, bitcast=True)
+            inputs = tl.load(x_at + (unit * UNIT + dot * DEPTH))
+            if WHOLE_SUMS:
+                total = tl.dot(operand, inputs, total, out_dtype=SUM)
+            else:
+                product = tl.dot(operand, inputs, out_dtype=SUM).to(tl.float32)
+                first = unit * UNIT + dot * DEPTH
+                if GROUP > 0:
+                    product *= tl.load(scale + (first // GROUP) * N + row).to(tl.float32)[:, None]
+                if X_GROUP > 0:
+                    product *= tl.load(x_scale + (first // X_GROUP) * M + token)[None, :]
+                total += product
+    return total.to(tl.float32)
+
+
+@triton.jit
+def decode_nibbles(
+    weight, out, stride, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """`UNITS` units of one row: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride]."""
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    place = unit[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    inside = place < stride
+    lower, upper = both_runs(tl.load(weight + row * stride + place, mask=inside, other=0), KIND, OPERAND, PACKED)
+    to = out + row * 2 * stride + unit[:, None] * (2 * RUN) + tl.arange(0, RUN)[None, :]
+    tl.store(to, lower, mask=inside)
+    tl.store(to + RUN, upper, mask=inside)

@@ -1,0 +1,88 @@
+"""Plans worth timing for a product of so many rows, by the kind of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.kernels.linear.products import vendor_multiplies
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, is_possible
+from fewbit.kernels.linear.weight_tiles import TileLayout
+
+BLOCKS = {
+    8: ((32, 2), (64, 1), (64, 2), (64, 4), (128, 2), (128, 4)),
+    16: ((64, 4), (128, 4), (256, 8)),
+    32: ((64, 4), (128, 4), (128, 8)),
+    64: ((64, 4), (128, 4), (128, 8)),
+    128: ((64, 4), (128, 8), (256, 8)),
+    256: ((64, 4), (64, 8), (128, 8)),
+}
+"""Columns of a block -> its rows of the weight, and warps."""
+STAGES = {8: (3, 4, 6), 16: (3, 4), 32: (3, 4), 64: (2, 3, 4), 128: (2, 3), 256: (2, 3)}
+PER_MULTIPROCESSOR = (1, 2, 3, 4, 6, 8)
+"""Programs to a multiprocessor that are tried."""
+PARTS = (2, 4, 8)
+"""Programs to a block that are tried."""
+MOST_PER_MULTIPROCESSOR = 13
+DECODES_FIRST_FROM = 128
+FUSED_UP_TO = 512
+PRODUCT_BLOCKS = {
+    8: ((64, 4), (128, 8)),
+    16: ((64, 4), (128, 8)),
+    32: ((64, 4), (128, 8)),
+    64: ((64, 4), (128, 4)),
+    128: ((64, 4), (128, 4), (128, 8)),
+    256: ((64, 4), (64, 8)),
+}
+"""The same for products of 8-bit codes."""
+PRODUCT_STAGES = {8: (6,), 16: (4, 6), 32: (4, 6), 64: (3, 4), 128: (3, 4), 256: (3,)}
+LINES_AHEAD = {8: (4,), 16: (0, 4), 32: (0, 4)}
+DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3))
+"""Blocks and warps and stages for weights that were decoded first."""
+
+
+def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
+    """Plans worth timing for a product of `tokens` rows."""
+    if isinstance(layout, ProductLayout):
+        yield from _of_products(layout, tokens, multiprocessors)
+    else:
+        yield from _of_tiles(layout, tokens, multiprocessors)
+
+
+def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
+    if vendor_multiplies(layout):
+        yield Plan(decodes_first=True)
+    elif layout.kind != "codes" and tokens >= DECODES_FIRST_FROM:
+        blocks = DECODED_BLOCKS[:1] if vendor_multiplies(layout.decoded()) else DECODED_BLOCKS
+        yield from (Plan(*block, decodes_first=True) for block in blocks)
+    widest = next((width for width in PRODUCT_BLOCKS if width >= tokens), max(PRODUCT_BLOCKS))
+    widths = [width for width in PRODUCT_BLOCKS if width <= widest]
+    for block_m in [8, 16] if widest == 8 else widths[-1:] if widest <= 64 else widths[-3:]:
+        several = product(PRODUCT_BLOCKS[block_m], PRODUCT_STAGES[block_m], LINES_AHEAD.get(block_m, (0,)))
+        for (block_n, warps), stages, ahead in several:
+            blocks = -(-layout.rows // block_n) * -(-tokens // block_m)
+            counts = {0}
+            if blocks < 3 * multiprocessors:
+                counts |= {multiprocessors * many for many in (1, 2, 3)} | {blocks * many for many in (2, 4)}
+            for programs in sorted(counts):
+                if programs <= min(blocks * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR):
+                    yield Plan(block_n, block_m, warps, stages, programs, ahead=ahead)
+
+
+def _of_tiles(layout: TileLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
+    if tokens >= DECODES_FIRST_FROM:
+        yield Plan(decodes_first=True)
+    if tokens > FUSED_UP_TO:
+        return
+    widths = [width for width in BLOCKS if width >= tokens][:1] or list(BLOCKS)[-1:]
+    smaller = [width for width in BLOCKS if 32 <= width < widths[0]][-2:]
+    for block_m in [*smaller, *widths]:
+        for (block_n, warps), stages in product(BLOCKS[block_m], STAGES[block_m]):
+            blocks = layout.padded_rows // block_n * -(-tokens // block_m)
+            counts = {0} | {multiprocessors * many for many in PER_MULTIPROCESSOR} | {blocks * many for many in PARTS}
+            for programs in sorted(counts):
+                fits = programs <= min(blocks * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR)
+                plan = Plan(block_n, block_m, warps, stages, programs)
+                if fits and is_possible(plan, layout):
+                    yield plan
