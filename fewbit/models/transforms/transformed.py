@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fewbit.algorithms.registry import algorithm
-from fewbit.checkpoints.dtypes import DTYPES
+from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import ModelError
 from fewbit.models.block_stream import BlockStream
@@ -162,7 +162,7 @@ class Transformations:
         weight = self._load(block, f"{mapping.producer}.weight")
         fresh: dict[str, Tensor] = {}
         if mapping.norm:
-            dtype = DTYPES[self.weights.headers[self._stored(block, f"{mapping.producer}.weight")].dtype]
+            dtype = torch_dtype(self.weights.headers[self._stored(block, f"{mapping.producer}.weight")].dtype)
             gain = weight + mapping.offset
             fresh["weight"] = (gain / scale - mapping.offset).to(dtype).float()
             # What the consumers make good is the division as it is stored.

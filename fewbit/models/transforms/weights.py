@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from fewbit.checkpoints.dtypes import DTYPES
+from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import ModelError
 
@@ -73,7 +73,7 @@ class TransformedWeights:
             ModelError: a transformation made a number that this dtype does not hold.
         """
         tensor = self.load(name)
-        stored = tensor.to(DTYPES[self.headers[name].dtype])
+        stored = tensor.to(torch_dtype(self.headers[name].dtype))
         if stored.dtype != tensor.dtype and not bool(stored.isfinite().all()):
             raise ModelError(
                 f"A transformation made {name} too large for {self.headers[name].dtype}.",
