@@ -33,15 +33,9 @@ def plan(
     from fewbit.models.quantize import QuantizeOptions
 
     asked = QuantizeOptions(
-        scheme=scheme,
-        group_size=group_size,
-        ignore=tuple(ignore or ()),
-        format=format,
-        effort=effort,
-        algorithm=algorithm,
-        short_last_group=short_last_group,
-        kv_cache=kv_cache,
-    )
+        scheme=scheme, group_size=group_size, ignore=tuple(ignore or ()), format=format, effort=effort,
+        algorithm=algorithm, short_last_group=short_last_group, kv_cache=kv_cache,
+    )  # fmt: skip
     made, machine = asked.plan(model), hardware(device)
     held = parse_size(calibration_memory)
     work = Workload(calibration_windows, calibration_length, machine.platform == "cpu", held)

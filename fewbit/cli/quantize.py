@@ -58,27 +58,13 @@ def quantize(
 
     rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
     asked = QuantizeOptions(
-        scheme=scheme,
-        group_size=group_size,
-        ignore=tuple(ignore or ()),
-        format=format,
-        effort=effort,
-        algorithm=algorithm,
-        settings=options.parse_settings(settings),
-        short_last_group=short_last_group,
-        scale_rules=rules,
-        calibration_text=calibration_text,
-        calibration_windows=calibration_windows,
-        calibration_length=calibration_length,
-        self_samples=self_samples,
-        embeddings=embeddings,
-        kv_cache=kv_cache,
-        transforms=tuple(transform or ()),
-        bits_per_weight=bits_per_weight,
-        fit=fit,
-        context=context,
-        candidates=tuple(candidate or ()),
-    )
+        scheme=scheme, group_size=group_size, ignore=tuple(ignore or ()), format=format, effort=effort,
+        algorithm=algorithm, settings=options.parse_settings(settings), short_last_group=short_last_group,
+        scale_rules=rules, calibration_text=calibration_text, calibration_windows=calibration_windows,
+        calibration_length=calibration_length, self_samples=self_samples, embeddings=embeddings,
+        kv_cache=kv_cache, transforms=tuple(transform or ()), bits_per_weight=bits_per_weight, fit=fit,
+        context=context, candidates=tuple(candidate or ()),
+    )  # fmt: skip
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
     sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
     with joined(device) as ranks:
