@@ -1,4 +1,4 @@
-"""Quality of every preset on a real model and real text: perplexity, KL divergence, top-1 agreement, time to quantize.
+"""Quality of every preset and of bit budgets on a real model and real text: perplexity, KL, top-1 agreement, time.
 
     python benchmarks/quality.py --model fewbit-demo/SmolLM2-135M-Instruct-bf16 --text wikitext-2/test.txt
 
@@ -31,6 +31,8 @@ from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import ScaleRules
 
 WINDOW_LENGTH = 1024
+BUDGETS = (3.5, 4.25)
+"""Bits per weight of the rows in which a bit budget chooses each layer's key."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Row:
         extra += [f"{rules.mx} rule"] if rules else []
         if "algorithm" in self.settings:
             extra += [self.settings["algorithm"], *(f"{k}={v}" for k, v in self.settings.get("settings", {}).items())]
-        return " ".join([self.scheme, *extra])
+        extra += [f"after {name}" for name in self.settings.get("transforms", ())]
+        budget = self.settings.get("bits_per_weight")
+        return " ".join([f"{budget:g} bits" if budget else self.scheme, *extra])
 
 
 def all_rows() -> list[Row]:
@@ -57,7 +61,7 @@ def all_rows() -> list[Row]:
         takes_group = scheme.rules[0].key.weight.granularity.kind == "group" and "A16" in name and "FP" not in name
         rows.append(Row(name, {"group_size": 64} if takes_group else {}))
     extras = [Row("W4A16_ASYM", {"group_size": 32}), Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")})]
-    return rows + extras
+    return rows + extras + [Row("W4A16", {"bits_per_weight": bits}) for bits in BUDGETS]
 
 
 def without_activation_keys(model: torch.nn.Module) -> None:
@@ -81,6 +85,17 @@ def with_algorithms(rows: list[Row], algorithms: list[str]) -> list[Row]:
             given = dict(part.split("=", 1) for part in settings.split(",") if part)
             made.append(Row(row.scheme, {**row.settings, "algorithm": name, "settings": given}))
     return made
+
+
+def with_transforms(rows: list[Row], chains: list[str]) -> list[Row]:
+    """Each row once per chain of transformations, `rotation+awq:points=10`; `none` is the empty chain."""
+    if not chains:
+        return rows
+    return [
+        Row(row.scheme, {**row.settings, "transforms": () if chain == "none" else tuple(chain.split("+"))})
+        for row in rows
+        for chain in chains
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,8 @@ def measure(bench: Bench, row: Row) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder.parent)
     return {
-        "row": row.label, "bits_per_weight": report["bits_per_weight"], "quantize_seconds": round(seconds, 1),
+        "row": row.label, "bits_per_weight": report["bits_per_weight"], "budget": report["budget"],
+        "quantize_seconds": round(seconds, 1),
         "perplexity": scored.perplexity, "mean_kl": scored.mean_kl, "top1_agreement": scored.top1_agreement,
         "reference_perplexity": scored.reference_perplexity,
     }  # fmt: skip
@@ -133,8 +149,10 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Rows whose label contains this.")] = None,
     activations: Annotated[bool, typer.Option(help="Quantize activations as the keys say.")] = False,
     algorithm: Annotated[list[str] | None, typer.Option(help="round_to_nearest, gptq, gptq:sweeps=1, ...")] = None,
+    transform: Annotated[list[str] | None, typer.Option(help="none, awq, rotation, rotation+awq, ...")] = None,
     calibration_text: Annotated[Path | None, typer.Option(help="UTF-8 text for calibration.")] = None,
     calibration_windows: Annotated[int, typer.Option(help="Windows of 512 tokens for calibration.")] = 128,
+    self_samples: Annotated[int | None, typer.Option(help="Of them, windows that the model writes itself.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON here.")] = None,
 ) -> None:
@@ -145,15 +163,16 @@ def main(
     calibration = {
         "calibration_text": None if calibration_text is None else str(calibration_text),
         "calibration_windows": calibration_windows,
+        "self_samples": self_samples,
     }
     reference = load(model, device=device, dtype=torch.float32)
     bench = Bench(model, ids.to(device), reference, device, calibration, activations)
     rows = []
-    for row in with_algorithms(all_rows(), algorithm or []):
+    for row in with_transforms(with_algorithms(all_rows(), algorithm or []), transform or []):
         if only and not any(part in row.label for part in only):
             continue
         rows.append(measure(bench, row))
-        console.print(rows[-1])
+        console.print({name: value for name, value in rows[-1].items() if name != "budget"})
         if output:
             output.write_text(json.dumps({"machine": machine(), "activations": activations, "rows": rows}, indent=2))
     cells = [

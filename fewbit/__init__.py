@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "load": "fewbit.models.load",
     "quantize": "fewbit.models.quantize",
+    "quantize_within": "fewbit.evaluation.gate",
     "convert": "fewbit.models.convert",
     "verify": "fewbit.evaluation.verify",
     "generate": "fewbit.runtime.generate",
@@ -20,7 +21,17 @@ _PUBLIC = {
     "preset": "fewbit.spec.presets",
 }
 
-__all__ = ["__version__", "convert", "generate", "load", "perplexity", "preset", "quantize", "verify"]
+__all__ = [
+    "__version__",
+    "convert",
+    "generate",
+    "load",
+    "perplexity",
+    "preset",
+    "quantize",
+    "quantize_within",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

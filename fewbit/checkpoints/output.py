@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
 from fewbit.errors import OutputError
+from fewbit.lazy import torch
 
 _UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])},
@@ -45,6 +44,7 @@ _QUANTIZATION_FILES = (
     "quantization_config.json",
     "fewbit_recipe.json",
     "quantization_report.json",
+    "quantization_report.html",
 )
 _MAX_NESTED_BYTES = 100_000_000
 """Files of sub-folders beyond this are data (other exports of the model), not company of the tokenizer."""
@@ -89,6 +89,8 @@ class TensorBuffer:
             OutputError: safetensors refuses them.
             OSError: the file cannot be written.
         """
+        from safetensors.torch import save_file  # imports torch
+
         try:
             save_file(self.tensors, file, metadata={"format": "pt"})
         except SafetensorError as error:  # the library reports a full disk as text
@@ -240,6 +242,7 @@ def _temporary(number: int) -> str:
 
 
 def require_free(out: Path) -> None:
+    """Raises OutputError where something of that name exists."""
     """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")

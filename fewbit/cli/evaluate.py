@@ -15,9 +15,9 @@ from fewbit.cli.output import console, print_json, progress, quiet_libraries, ta
 def evaluate(
     model: options.ModelFolder,
     against: Annotated[Path | None, typer.Option("--against", help="The model to compare with.")] = None,
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text; built-in prose by default.")] = None,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="How many windows to score.")] = 16,
-    window_length: Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")] = 1024,
+    text: options.EvaluationText = None,
+    windows: options.EvaluationWindows = 16,
+    window_length: options.EvaluationWindowLength = 1024,
     device: options.Device = "auto",
     dtype: options.Dtype = "float32",
     join_members: options.JoinMembers = False,

@@ -15,6 +15,7 @@ from fewbit.cli.inspect import inspect
 from fewbit.cli.output import errors
 from fewbit.cli.plan import plan
 from fewbit.cli.quantize import quantize
+from fewbit.cli.report import report
 from fewbit.cli.run import run
 from fewbit.cli.tune import tune
 from fewbit.cli.verify import verify
@@ -36,6 +37,7 @@ COMMANDS = {
     "quantize": quantize,
     "convert": convert,
     "verify": verify,
+    "report": report,
     "inspect": inspect,
     "explain": explain,
     "eval": evaluate,

@@ -33,21 +33,63 @@ MxRule = Annotated[str, typer.Option("--mx-scale-rule", help="How MX exponents a
 IntegerRule = Annotated[
     str, typer.Option("--integer-scale-rule", help="Divisor of symmetric integer scales: full or restricted.")
 ]
+Embeddings = Annotated[
+    str | None,
+    typer.Option("--embeddings", help="Quantize the input embedding, and a head tied to it, by a preset, say W8A16."),
+]
 KvCache = Annotated[
     str | None, typer.Option("--kv-cache", help="Quantize the KV cache: fp8 (one scale a layer) or fp8_head.")
 ]
 CalibrationText = Annotated[
     str | None,
     typer.Option(
-        "--calibration-text", help="Text for calibration, .txt, .jsonl or .parquet; built-in prose by default."
+        "--calibration-text",
+        help="Text for calibration: .txt, .jsonl, .parquet, or hub:NAME[:CONFIG[:SPLIT]]; built-in prose by default.",
+    ),
+]
+SelfSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--self-samples", min=0, help="Calibration windows that the model writes itself; some where no text is given."
     ),
 ]
 CalibrationWindows = Annotated[
     int, typer.Option("--calibration-windows", min=1, help="Windows of tokens that calibration reads.")
 ]
 CalibrationLength = Annotated[int, typer.Option("--calibration-length", min=2, help="Tokens in each window.")]
+BitsPerWeight = Annotated[
+    float | None,
+    typer.Option("--bits-per-weight", help="Choose a key for each layer: at most this many bits, 4.25 say."),
+]
+Fit = Annotated[
+    str | None, typer.Option("--fit", help="Choose keys so that weights and KV cache fit into a size, say 24GB.")
+]
+Context = Annotated[int, typer.Option("--context", min=0, help="With --fit: tokens that the KV cache must hold.")]
+Candidates = Annotated[
+    list[str] | None,
+    typer.Option("--candidate", help="What a bit budget may choose, say int4:group64:bf16; may be repeated."),
+]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max-kl", help="Mean KL on held-out text that must hold, 0.02 say; worst layers get more bits."),
+]
+EvaluationText = Annotated[Path | None, typer.Option("--text", help="Text to score; built-in prose by default.")]
+EvaluationWindows = Annotated[int, typer.Option("--windows", min=1, help="How many windows to score.")]
+EvaluationWindowLength = Annotated[int, typer.Option("--window-length", min=2, help="Tokens of a window.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the algorithm, say damping=0.05; may be repeated.")
+]
+Transforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transform",
+        help="Change the weights first so that they lose less: awq, smoothquant or rotation, "
+        "or NAME:SETTING=VALUE,...; may be repeated.",
+    ),
+]
+Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+Algorithm = Annotated[
+    str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
 ]
 QuantizeDevice = Annotated[str, typer.Option("--device", help="Where codes are chosen: cpu or cuda.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, say 5GB or 500MiB.")]

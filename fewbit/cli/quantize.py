@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewbit.cli import options
-from fewbit.cli.output import console, print_json, progress, quiet_libraries, size
+from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
 
 if TYPE_CHECKING:
     from fewbit.models.quantize import QuantizeOptions
@@ -32,7 +34,15 @@ def quantize(
     calibration_text: options.CalibrationText = None,
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
+    self_samples: options.SelfSamples = None,
+    embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
+    transform: options.Transforms = None,
+    bits_per_weight: options.BitsPerWeight = None,
+    fit: options.Fit = None,
+    context: options.Context = 0,
+    candidate: options.Candidates = None,
+    max_kl: options.MaxKl = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
@@ -59,28 +69,86 @@ def quantize(
         calibration_text=calibration_text,
         calibration_windows=calibration_windows,
         calibration_length=calibration_length,
+        self_samples=self_samples,
+        embeddings=embeddings,
         kv_cache=kv_cache,
+        transforms=tuple(transform or ()),
+        bits_per_weight=bits_per_weight,
+        fit=fit,
+        context=context,
+        candidates=tuple(candidate or ()),
     )
     how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    _carry_out(model, output, asked, max_kl, json, max_shard_bytes=parse_size(max_shard_size), **how)
 
 
-def _carry_out(model: Path, output: Path, asked: QuantizeOptions, json: bool, **how: Any) -> None:
+def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
-    from fewbit.models.pipeline import quantize_checkpoint
-    from fewbit.models.quantize import calibration_for
-
-    made = asked.plan(model)
-    calibration = calibration_for(model, made, asked)
-    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet=json) as advance:
-        report = quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
+    report = (
+        _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
+    )
     if json:
         print_json(report | {"output": str(output)})
         return
+    _print_transforms(report["transforms"])
     _print_outcome(report)
-    for caution in made.cautions:
+    for caution in report["cautions"]:
         console.print(f"[yellow]Note:[/] {caution}")
     console.print(f"Next: fewbit verify {output} --against {model}")
+
+
+def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> dict[str, Any]:
+    """The report, with progress on the screen."""
+    from fewbit.models.pipeline import quantize_checkpoint
+    from fewbit.models.quantize import prepare
+
+    if asked.budget() is None:
+        made, calibration = prepare(model, asked, how["device"])
+    else:
+        with progress("Measuring sensitivity", 1, quiet) as advance:
+            made, calibration = prepare(model, asked, how["device"], advance)
+        if not quiet:
+            print_budget(made.budget or {})
+    with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
+        return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
+
+
+def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, quiet: bool, **how: Any) -> dict[str, Any]:
+    """The report of a run that had to stay within a divergence."""
+    from fewbit.evaluation.gate import quantize_within
+
+    def stage(label: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
+        return progress(label, total, quiet)
+
+    report = quantize_within(model, output, max_kl, asked, stage=stage, **how)
+    if not quiet:
+        reached = report["gate"]["rounds"]
+        steps = ", ".join(f"{one['mean_kl']:.4f} at {one['bits_per_weight']:.3f} bits" for one in reached)
+        console.print(f"Mean KL on {report['quality']['text']}: {steps}.")
+    return report
+
+
+def print_budget(budget: Mapping[str, Any]) -> None:
+    """The frontier that a bit budget saw, and what it chose."""
+    rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
+    console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))
+    chosen = ", ".join(f"{key} {share:.1%}" for key, share in budget["keys"].items())
+    console.print(
+        f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "
+        f"{budget['predicted_kl']:.5f} nats; {chosen}."
+    )
+
+
+def _print_transforms(entries: list[dict[str, Any]]) -> None:
+    for name in dict.fromkeys(entry["transform"] for entry in entries):
+        own = [entry for entry in entries if entry["transform"] == name]
+        scaled = [entry for entry in own if "loss_before" in entry and entry["choice"] != "none"]
+        tried = sum("choice" in entry and "block" in entry for entry in own)
+        if tried:
+            console.print(f"{name}: {len(scaled)} of {tried} mappings scaled.")
+        for entry in own:
+            if "block" not in entry:
+                console.print(f"{name}: {entry['what']} rotated ({entry['choice']}).")
 
 
 def _print_outcome(report: dict[str, Any]) -> None:
@@ -92,7 +160,8 @@ def _print_outcome(report: dict[str, Any]) -> None:
         quality = f"Mean SQNR {mean:.1f} dB, lowest {worst['sqnr_db']:.1f} dB in {worst['name']}."
     console.print(
         f"{len(report['layers'])} layers quantized by {report['algorithm']} to "
-        f"{report['bits_per_weight']:.3f} bits per weight in {report['seconds']:.1f} s: "
+        f"{report['bits_per_weight']:.3f} bits per weight ({report['whole_bits_per_weight']:.3f} over the whole model) "
+        f"in {report['seconds']:.1f} s: "
         f"{size(report['bytes_before'])} became {size(report['bytes_after'])}. "
         f"{quality}"
     )

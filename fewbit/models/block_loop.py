@@ -28,10 +28,12 @@ from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import outcome_of
-from fewbit.models.plan import Plan
+from fewbit.models.plan import Plan, stated_config
 from fewbit.models.replace import tensor_slot
 from fewbit.models.solver import LayerSolver
 from fewbit.models.statistics import BlockStatistics, StatisticsStore
+from fewbit.models.transforms.registry import of_recipe
+from fewbit.models.transforms.transformed import Transformations
 from fewbit.models.written import LayerWriter, WrittenLayer
 from fewbit.numerics.activations import needs_calibration
 from fewbit.packing.registry import dequantize_record
@@ -39,8 +41,9 @@ from fewbit.spec.recipe import Recipe
 
 
 def plan_needs_calibration(plan: Plan) -> bool:
-    """Whether the plan's algorithm or keys need activations."""
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
+    """Whether the plan's algorithm, transformations or keys need activations."""
+    by_statistics = any(one.needs_statistics for one in of_recipe(plan.recipe.transforms))
+    if by_statistics or algorithm(plan.recipe.algorithm, plan.recipe.settings).needs_gram:
         return True
     keys = [plan.recipe.scheme.kv_cache, *(layer.key.activation for layer in plan.quantized if layer.key)]
     return any(needs_calibration(key) for key in keys)
@@ -64,10 +67,12 @@ class Run:
     ) -> None:
         self.store = store
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
-        self.folder = TensorFolder(source)
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         config = read_config(source)
+        keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
+        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device)
+        self.folder = self.transforms.weights
         # Few CPUs multiply 16-bit floats as fast as float32.
         self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
         self.partial = PartialModel(self.model, self.folder, device)
@@ -90,14 +95,17 @@ class Run:
             if number >= finished:
                 work.add(*self._unit(stream, block))
             elif stream is not None and block:
+                self.transforms.enter(stream, block)
                 stream.replay(block, self._finished_weights(block, work.unit(number)))
             self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
 
     def _unit(self, stream: BlockStream | None, block: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of a unit that differ from the source's, by their names on disk, and the facts about them.
 
-        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`.
+        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`
+        of layers; what `transforms` did.
         """
+        transforms = self.transforms.enter(stream, block)
         written: Mapping[str, WrittenLayer] = {}
         if block and self.store is not None:
             written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
@@ -109,6 +117,8 @@ class Run:
         for name in self.units[block]:
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is None or name != f"{layer.name}.weight":
+                if self.folder.is_changed(name):
+                    tensors[name], made[name] = self.folder.plain(name), [name]
                 continue
             own = written.get(layer.name) or self._written(self.solver.solve([layer.name], None))[layer.name]
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
@@ -116,7 +126,8 @@ class Run:
             made[name] = list(found)
             outcomes.append(vars(outcome_of(layer, self.folder.load(name), own, self.solver.input_seen(layer))))
         scales = dict(self._cache_scales(block)) if block else {}
-        return tensors | scales, {"made": made, "added": list(scales), "outcomes": outcomes}
+        facts = {"made": made, "added": list(scales), "outcomes": outcomes, "transforms": transforms}
+        return tensors | scales, facts
 
     def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
         """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
@@ -212,8 +223,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        keys = {name: layer.key for name, layer in self.layers.items()}
-        config = self.checkpoint.config(keys, self.plan.plain)
+        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:

@@ -26,6 +26,8 @@ Output = Callable[[Mapping[str, Tensor], int], Tensor]
 Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
 """Output, and index of a batch -> output of the unquantized model -> what the weights of all layers have become."""
 
+StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
+"""Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
@@ -117,6 +119,19 @@ class BlockStream:
                 self.model.get_submodule(location).weight.copy_(weight)
             for index in range(len(self.states)):
                 self.states[index] = self._forward(block, path, index)
+
+    def observe(self, path: str, layers: Mapping[str, str], see: Callable[[str, Tensor], None]) -> None:
+        """Runs the block at `path` as it is on all states, which stay where they are.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a module, whatever the caller calls it -> its path in the model.
+            see: gets the name and the input of each of them before it runs.
+        """
+        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+            block = self.model.get_submodule(path)
+            for index in range(len(self.states)):
+                self._forward(block, path, index)
 
     def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
         """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
@@ -223,21 +238,18 @@ class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forw
     pass
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: hands on the states it gets and tells what else it was given."""
+class _StandIn(nn.Module):
+    """Stands in for a block: computes something else, and has the block's attributes."""
 
-    def __init__(self, block: nn.Module, path: str, last: bool, record: Callable[..., None]) -> None:
+    def __init__(self, block: nn.Module, path: str, forward: StandInForward) -> None:
         super().__init__()
         # In a list, so that the block is no submodule of its stand-in.
-        self._block, self._path, self._last, self._record = [block], path, last, record
+        self._block, self._path, self._forward = [block], path, forward
 
     def forward(self, state: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         if positional:
             raise ModelError(f"{self._path} is called with positional arguments.", "Calibrate a listed architecture.")
-        self._record(self._path, state, arguments)
-        if self._last:
-            raise _LastBlockReached
-        return state
+        return self._forward(self._path, state, arguments)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -247,13 +259,29 @@ class _Recorder(nn.Module):
 
 
 @contextmanager
-def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
-    """Replaces every block by its recorder meanwhile; yields a function that runs the model on token ids."""
+def replaced_blocks(model: PreTrainedModel, forward: StandInForward) -> Iterator[None]:
+    """Meanwhile every block hands what it gets to `forward` and returns what that returns."""
     blocks = blocks_of(model)
     container = model.get_submodule(family_of_model(model).blocks)
-    last = next(reversed(blocks))
     for index, (path, block) in enumerate(blocks.items()):
-        container[index] = _Recorder(block, path, path == last, record)
+        container[index] = _StandIn(block, path, forward)
+    try:
+        yield
+    finally:
+        for index, block in enumerate(blocks.values()):
+            container[index] = block
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
+    """Yields a function that runs the model on token ids, telling `record` what each block is given."""
+    last = next(reversed(blocks_of(model)))
+
+    def forward(path: str, state: Tensor, arguments: dict[str, Any]) -> Tensor:
+        record(path, state, arguments)
+        if path == last:
+            raise _LastBlockReached
+        return state
 
     def run(ids: Tensor) -> None:
         try:
@@ -261,11 +289,8 @@ def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[
         except _LastBlockReached:
             return
 
-    try:
+    with replaced_blocks(model, forward):
         yield run
-    finally:
-        for index, block in enumerate(blocks.values()):
-            container[index] = block
 
 
 def _embedding_path(model: PreTrainedModel) -> str:

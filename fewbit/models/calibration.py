@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -47,6 +48,27 @@ def load_tokenizer(folder: str | Path) -> Any:
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"{folder} has no usable tokenizer: {reason}", "Copy the tokenizer's files there.") from error
+
+
+def starting_token(tokenizer: Any) -> int | None:
+    """The token that the tokenizer puts before every text, as the model expects it; None where it puts none."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a", verbose=False).input_ids[:1] == [bos] else None
+
+
+def calibration_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
+    """Like `token_windows`, each window starting as the tokenizer starts a text; int64 [count, length].
+
+    Every window is full, so that there is no padding that statistics would have to leave out.
+
+    Raises:
+        ModelError: the text is too short for a single window.
+    """
+    start = starting_token(tokenizer)
+    if start is None:
+        return token_windows(tokenizer, text, length, count)
+    found = token_windows(tokenizer, text, length - 1, count)
+    return torch.cat([torch.full((len(found), 1), start), found], dim=1)
 
 
 def token_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:

@@ -14,10 +14,12 @@ from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.block_loop import Run, plan_needs_calibration
 from fewbit.models.calibration import Calibration
-from fewbit.models.export import RECIPE_FILE, REPORT_FILE, report_of, write_config, write_output
+from fewbit.models.export import report_of, write_config, write_output
 from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.load import Progress
 from fewbit.models.plan import Plan
+from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
+from fewbit.models.report_files import write_report
 from fewbit.models.statistics import StatisticsStore
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -53,7 +55,7 @@ def quantize_checkpoint(
             layers are then quantized by these, and no hidden states are carried through quantized layers.
 
     Returns:
-        The report, which is also written to `quantization_report.json`, and the seconds that this call took.
+        The report, which is also written to the folder (see `write_report`), and the seconds that this call took.
 
     Raises:
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
@@ -72,15 +74,16 @@ def quantize_checkpoint(
         store = _statistics(source, plan, calibration, device, keep_statistics)
         run = Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
         recipe = run.recipe()
-        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder, run.device)
+        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder.source, run.device)
         work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
         run.quantize(work)
         with work.staged() as staging:
-            written, outcomes = write_output(run.folder, list(run.units.values()), work, staging, max_shard_bytes)
+            units = list(run.units.values())
+            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
             write_config(source, staging, run.config(), plan.unties)
             (staging / RECIPE_FILE).write_text(recipe.to_json())
-            report = report_of(plan, recipe, outcomes, run.kept(), written)
-            (staging / REPORT_FILE).write_text(json.dumps(report, indent=2))
+            report = report_of(plan, recipe, facts, run.kept(), written)
+            write_report(staging, report)
     return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -96,6 +99,10 @@ def _statistics(
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
         )
     store = StatisticsStore(folder)
     store.complete(source, calibration, device)

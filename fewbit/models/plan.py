@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -12,7 +14,7 @@ from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
+from fewbit.errors import CheckpointError, OutputError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.registry import choose_kernel
 from fewbit.kernels.select import Choice, Preference
@@ -22,10 +24,14 @@ from fewbit.models.inspect import natural_order
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.models.transforms.registry import of_recipe
 from fewbit.numerics import float_element
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 from fewbit.spec.recipe import Recipe
+
+EMBEDDING = "Embedding"
+"""The class by which rules name a model's input embedding, whatever its class is called."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class PlannedLayer:
         key: how it will be quantized, None where it stays plain.
         reason: why it stays plain, empty where it does not.
         block: path of the decoder block it belongs to, empty outside the blocks.
+        embedding: whether tokens are looked up in it.
     """
 
     name: str
@@ -47,6 +54,7 @@ class PlannedLayer:
     key: LinearKey | None
     reason: str = ""
     block: str = ""
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class Plan:
         dtype: element name of the checkpoint's weights.
         unties: whether the source ties its head to its embedding, and the head will no longer be equal to it.
         cautions: what other readers of the format are known to refuse, a sentence each.
+        parameters: numbers in all tensors of the source.
+        budget: how a bit budget chose the keys, for the report; None where none did.
     """
 
     recipe: Recipe
@@ -74,6 +84,8 @@ class Plan:
     dtype: str
     unties: bool = False
     cautions: tuple[str, ...] = ()
+    parameters: int = 0
+    budget: Mapping[str, Any] | None = None
 
     @property
     def quantized(self) -> tuple[PlannedLayer, ...]:
@@ -85,6 +97,11 @@ class Plan:
         weights = sum(prod(layer.shape) for layer in self.quantized)
         bits = sum(_stored_bits(layer) for layer in self.quantized)
         return bits / max(1, weights)
+
+    @property
+    def whole_bits_per_weight(self) -> float:
+        """Mean over every number of the model, quantized or not."""
+        return 8 * self.bytes_after / max(1, self.parameters)
 
     def peak_bytes(self, max_shard_bytes: int) -> int:
         """Memory needed beside the interpreter: the largest block, float32 working copies, and one shard."""
@@ -131,7 +148,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
         raise CheckpointError(
             f"{source} is no folder of safetensors, and quantize reads no other source.", "Convert it to one first."
         )
-    checkpoint = _format(recipe.format)
+    checkpoint = written_format(recipe.format)
     config = read_config(source)
     dtype = float_element(config_dtype(config))
     scheme = recipe.scheme.with_scale_element(dtype)
@@ -141,9 +158,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     _check_patterns(recipe, layers)
     _check_shapes(layers, checkpoint, short_last_group)
     plain = _plain(layers, model)
-    checkpoint.config(
-        {layer.name: layer.key for layer in layers if layer.key}, plain
-    )  # refuses what it cannot describe
+    stated_config(checkpoint, layers, plain)  # refuses what it cannot describe
     _check_kv_cache(recipe, checkpoint)
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
@@ -151,11 +166,44 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
-    return Plan(recipe, layers, plain, before, after, _largest_block(stored, layers), dtype.name, unties, cautions)
+    apart = any(one.unties for one in of_recipe(recipe.transforms))
+    unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
+    if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
+        after += _embedding_bytes(stored, layers)  # the head gets a weight of its own
+    parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
+    largest = _largest_block(stored, layers)
+    return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
 
 
-def _format(name: str) -> CheckpointFormat:
+def stated_config(checkpoint: CheckpointFormat, layers: Iterable[PlannedLayer], plain: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of planned layers, without a KV cache's key.
+
+    Raises:
+        OutputError: the format cannot describe them.
+    """
+    quantized = [layer for layer in layers if layer.key is not None]
+    config = checkpoint.config({layer.name: layer.key for layer in quantized if layer.key}, plain)
+    embeddings = [layer.name for layer in quantized if layer.embedding]
+    if not embeddings:
+        return config
+    if not checkpoint.describes_embeddings:
+        raise OutputError(
+            f"{checkpoint.name} cannot say that {embeddings[0]} is quantized.",
+            "Leave the embedding as it is, or write compressed-tensors.",
+        )
+    return checkpoint.with_embeddings(config, embeddings)
+
+
+def _embedding_bytes(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
+    return sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.embedding)
+
+
+def written_format(name: str) -> CheckpointFormat:
+    """The checkpoint format of that name, which a folder of safetensors can have.
+
+    Raises:
+        SchemeError: there is none.
+    """
     found = formats().get(name)
     if found is None:
         raise SchemeError(f"Unknown checkpoint format {name!r}.", closest(name, formats()))
@@ -180,14 +228,24 @@ def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) ->
         class_name = type(built).__name__ if built is not None else ""
         block = next((path[:-1] for path in blocks if destinations.module(module).startswith(path)), "")
         key, reason = None, ""
-        if class_name != "Linear":
+        if built is embedding and (key := recipe.scheme.key_for(module, EMBEDDING)):
+            _check_embedding(module, key)
+        elif class_name != "Linear":
             reason = "embedding" if built is embedding else class_name or "not built by the model class"
         else:
             head = built is model.get_output_embeddings() and "lm_head" in recipe.scheme.ignore  # by whatever name
             key = None if head else recipe.scheme.key_for(module, class_name)
             reason = "" if key else "ignored by the scheme"
-        layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
+        layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block, built is embedding))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _check_embedding(name: str, key: LinearKey) -> None:
+    if key.activation is not None or key.weight.granularity.rows > 1:
+        raise SchemeError(
+            f"{name} is looked up row by row, and {key} has activations or scales of several rows.",
+            "Choose a weight-only preset with groups or channels.",
+        )
 
 
 def _check_kv_cache(recipe: Recipe, checkpoint: CheckpointFormat) -> None:
@@ -214,7 +272,7 @@ def _head(model: PreTrainedModel) -> str:
 
 
 def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
-    modules = [(layer.name, layer.class_name) for layer in layers]
+    modules = [(layer.name, EMBEDDING if layer.embedding else layer.class_name) for layer in layers]
     # A model with tied embeddings has no lm_head on disk; the default exclusion then has nothing to exclude.
     lost = [pattern for pattern in recipe.scheme.unmatched(modules) if pattern != "lm_head"]
     if lost:
@@ -225,25 +283,30 @@ def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
 
 
 def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat, short_last_group: bool) -> None:
-    uneven = [layer for layer in layers if layer.key and _leaves_short_group(layer)]
+    uneven = [layer for layer in layers if layer.key and leaves_short_group(layer)]
     if uneven and not short_last_group:
-        raise _uneven_groups(uneven)
+        raise _uneven_groups(uneven, held=all(_refusal(checkpoint, layer) is None for layer in uneven))
     for layer in layers:
-        if layer.key is None or layer in uneven:
-            continue
-        reason = checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
+        reason = _refusal(checkpoint, layer)
         if reason:
-            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", "Ignore it.")
+            hint = "Choose a group size that divides it." if layer in uneven else "Ignore it."
+            raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", hint)
 
 
-def _leaves_short_group(layer: PlannedLayer) -> bool:
+def _refusal(checkpoint: CheckpointFormat, layer: PlannedLayer) -> str | None:
+    return None if layer.key is None else checkpoint.refuse(layer.key, (layer.shape[0], layer.shape[1]))
+
+
+def leaves_short_group(layer: PlannedLayer) -> bool:
+    """Whether the last group of the layer's rows is shorter than the others."""
     assert layer.key is not None
     granularity = layer.key.weight.granularity
     own = layer.key.weight.scale.element.bits == 8  # MX and NVFP4 groups are the format's own; the format judges them
     return granularity.kind == "group" and not own and layer.shape[1] % granularity.columns != 0
 
 
-def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
+def _uneven_groups(uneven: list[PlannedLayer], held: bool) -> ShapeError:
+    """What to say of groups that do not divide K; `held` is whether the format holds a shorter last one."""
     assert uneven[0].key is not None
     size = uneven[0].key.weight.granularity.columns
     by_columns: dict[int, list[str]] = {}
@@ -256,10 +319,12 @@ def _uneven_groups(uneven: list[PlannedLayer]) -> ShapeError:
     )
     fitting = [smaller for smaller in (128, 64, 32, 16) if all(columns % smaller == 0 for columns in by_columns)]
     offers = [f"--group-size {smaller}" for smaller in fitting if smaller < size]
-    offers += ["--group-size -1 (one scale per channel)", "--short-last-group (fewbit reads it, other readers may not)"]
+    offers.append("--group-size -1 (one scale per channel)")
+    if held:
+        offers.append("--short-last-group (fewbit reads it, other readers may not)")
     return ShapeError(
         f"Group size {size} does not divide the input features of {len(uneven)} layers: {found}.",
-        f"Use {', '.join(offers[:-1])} or {offers[-1]}.",
+        f"Use {' or '.join(filter(None, [', '.join(offers[:-1]), offers[-1]]))}.",
     )
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask
 from fewbit.algorithms.statistics import InputStatistics
-from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, ModelError
 from fewbit.models.outcome import InputSeen
 from fewbit.models.plan import Plan, PlannedLayer
+from fewbit.models.transforms.weights import TransformedWeights
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
 
@@ -40,7 +40,7 @@ class LayerSolver:
         self,
         plan: Plan,
         algorithm: Algorithm,
-        folder: TensorFolder,
+        folder: TransformedWeights,
         joined: Mapping[str, tuple[str, ...]],
         device: torch.device,
     ) -> None:

@@ -9,6 +9,12 @@ from typing import Any
 
 from fewbit.errors import ModelError
 
+HUB = "hub:"
+"""Before the name of a data set on the Hugging Face hub, which may go on with `:CONFIG` and `:SPLIT`."""
+
+MOST_CHARACTERS = 20_000_000
+"""How much of a data set on the hub is read: some five million tokens, more than calibration wants."""
+
 SEPARATOR = "\n\n"
 """Between the documents of one text."""
 
@@ -25,14 +31,18 @@ def read_text(path: str | Path | None, tokenizer: Any = None) -> tuple[str, str]
 
     Args:
         path: a text in UTF-8; or `.jsonl` or `.parquet` with a document a row, under `text`, or under `messages` as a
-            list of `{"role": ..., "content": ...}`.
+            list of `{"role": ..., "content": ...}`; or `hub:NAME[:CONFIG[:SPLIT]]`, a data set with such rows.
         tokenizer: whose chat template writes messages out.
 
     Raises:
-        ModelError: the file cannot be read, is not UTF-8, or a row has neither a text nor messages.
+        ModelError: the file cannot be read, is not UTF-8, or a row has neither a text nor messages; or the hub cannot
+            be reached, or has no such data set.
     """
     if path is None:
         return builtin_text(), "pydoc_data.topics"
+    if str(path).startswith(HUB):
+        rows = _hub_rows(str(path).removeprefix(HUB))
+        return SEPARATOR.join(_up_to(MOST_CHARACTERS, _documents(rows, path, tokenizer))), str(path)
     path = Path(path)
     try:
         if path.suffix == ".parquet":
@@ -70,7 +80,36 @@ def _parquet_rows(path: Path) -> Iterable[tuple[int, Any]]:
     return enumerate(table.to_pylist(), 1)
 
 
-def _documents(rows: Iterable[tuple[int, Any]], path: Path, tokenizer: Any) -> Iterable[str]:
+def _hub_rows(name: str) -> Iterable[tuple[int, Any]]:
+    """Rows of a data set on the hub, read as they are needed."""
+    repository, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ModelError(
+            f"Reading {name} from the hub needs the package `datasets`.", "Run `pip install datasets`, or give a file."
+        ) from error
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
+        yield from enumerate(rows, 1)
+    except (OSError, ValueError) as error:  # no connection and no such data set are both kinds of OSError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"The data set {name} cannot be read from the hub: {reason}", "Give a file with --calibration-text."
+        ) from error
+
+
+def _up_to(characters: int, documents: Iterable[str]) -> Iterable[str]:
+    """The first documents, until so many characters are together."""
+    for document in documents:
+        yield document
+        characters -= len(document)
+        if characters <= 0:
+            return
+
+
+def _documents(rows: Iterable[tuple[int, Any]], path: str | Path, tokenizer: Any) -> Iterable[str]:
     for number, row in rows:
         if isinstance(row, Mapping) and isinstance(row.get("text"), str):
             yield row["text"]
@@ -90,7 +129,7 @@ def _is_chat(messages: Any) -> bool:
     )
 
 
-def _written_out(messages: list[Any], tokenizer: Any, path: Path) -> str:
+def _written_out(messages: list[Any], tokenizer: Any, path: str | Path) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError(
             f"{path} holds messages, and this model's tokenizer has no chat template.", "Give rows with `text`."

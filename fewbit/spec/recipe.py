@@ -52,6 +52,8 @@ class Recipe:
         scale_rules: see `ScaleRules`.
         calibration: what calibration used (source, hash, counts), or None for data-free algorithms.
         source: name of the model that was quantized; its path is not recorded.
+        transforms: equivalent transformations of the weights before their codes were chosen, in order, each with its
+            `name` and `settings`. What is stored then stands for the transformed weights, not for the source's.
     """
 
     scheme: Scheme
@@ -61,6 +63,7 @@ class Recipe:
     scale_rules: ScaleRules = ScaleRules()
     calibration: dict[str, Any] | None = None
     source: str = ""
+    transforms: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads back."""
@@ -91,4 +94,7 @@ class Recipe:
             data["scale_rules"] = ScaleRules(**data.get("scale_rules", {}))
         except TypeError as error:
             raise SchemeError(f"The recipe's scale_rules are wrong: {error}.", "Use `integer` and `mx`.") from error
-        return cls(**data | {"scheme": Scheme.from_json(data["scheme"])})
+        transforms = data.get("transforms", [])
+        if not isinstance(transforms, list) or not all(isinstance(one, dict) and "name" in one for one in transforms):
+            raise SchemeError("The recipe's transforms are wrong.", "Use a list of objects with `name` and `settings`.")
+        return cls(**data | {"scheme": Scheme.from_json(data["scheme"]), "transforms": tuple(transforms)})

@@ -106,7 +106,7 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
     from fewbit.models.texts import builtin_text
 
     source = save_tiny_model(tmp_path / "model", max_position_embeddings=1024, dtype=torch.float32)
-    quantize(source, tmp_path / "q", "FP8")
+    quantize(source, tmp_path / "q", "FP8", self_samples=0)
     tokenizer = AutoTokenizer.from_pretrained(source)
     windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
     stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -173,10 +173,27 @@ def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> Non
     assert not (tmp_path / "q").exists()
 
 
-def test_short_last_group_is_written_on_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["round_to_nearest", "scale_search", "gptq"])
+@pytest.mark.parametrize("scheme", ["W4A16", "W3A16_ASYM"])
+def test_short_last_group_is_written_on_request(tmp_path: Path, scheme: str, algorithm: str) -> None:
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
-    quantize(source, tmp_path / "q", "W4A16", group_size=64, short_last_group=True)
+    asked = {"group_size": 64, "short_last_group": True, "algorithm": algorithm, "self_samples": 0}
+    report = quantize(source, tmp_path / "q", scheme, calibration_windows=2, calibration_length=64, **asked)
     assert verify(tmp_path / "q", source).passed
+    assert "do not divide K=96: fewbit reads a short last group" in report["cautions"][0]
+    if algorithm == "gptq":
+        assert {layer["method"] for layer in report["layers"]} == {"gptq"}
+        assert all(layer["loss"] < (0.02 if scheme == "W4A16" else 0.06) for layer in report["layers"])
+
+
+def test_short_last_group_is_not_offered_where_the_format_holds_none(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
+    with pytest.raises(ShapeError, match="does not divide") as caught:
+        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming")
+    assert "--group-size 32" in caught.value.hint and "--short-last-group" not in caught.value.hint
+    with pytest.raises(ShapeError, match=r"humming cannot hold model\S+ as int4:group64:bf16: .*K=96"):
+        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming", short_last_group=True)
+    assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize(
