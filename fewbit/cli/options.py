@@ -91,7 +91,7 @@ ActivationPercentile = Annotated[
         "--activation-percentile", help="Per cent of an input's magnitudes that its static scale reaches; 100: all."
     ),
 ]
-Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+Effort = Annotated[str, typer.Option("--effort", help="fast (reads no data), balanced or best.")]
 Algorithm = Annotated[
     str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
 ]

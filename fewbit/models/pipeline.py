@@ -88,20 +88,26 @@ def quantize_checkpoint(
     with work_folder(output, restart) as work:
         store = _statistics(source, plan, calibration, device, keep_statistics)
         run = Run(*made_for, store=store, most_held=calibration_memory, ranks=ranks)
-        recipe = run.recipe()
-        fingerprint = {"recipe": json.loads(recipe.to_json()), "processes": ranks.count}
-        fingerprint |= fingerprint_of(run.folder.source, run.device)
-        work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
-        ranks.first(None)
-        run.quantize(work)
-        with work.staged() as staging:
-            units = list(run.units.values())
-            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
-            write_config(source, staging, run.config(), plan.unties)
-            (staging / RECIPE_FILE).write_text(recipe.to_json())
-            report = report_of(plan, recipe, facts, run.kept(), written)
-            write_report(staging, report)
+        report = _finish(run, work, source, max_shard_bytes)
     return report | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _finish(run: Run, work: WorkFolder, source: Path, max_shard_bytes: int) -> dict[str, Any]:
+    """Finishes all units and writes the folder that people get; the report."""
+    recipe, plan = run.recipe(), run.plan
+    fingerprint = {"recipe": json.loads(recipe.to_json()), "processes": run.ranks.count}
+    fingerprint |= fingerprint_of(run.folder.source, run.device)
+    work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
+    run.ranks.first(None)
+    run.quantize(work)
+    with work.staged() as staging:
+        units = list(run.units.values())
+        written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
+        write_config(source, staging, run.config(), plan.unties)
+        (staging / RECIPE_FILE).write_text(recipe.to_json())
+        report = report_of(plan, recipe, facts, run.kept(), written)
+        write_report(staging, report)
+    return report
 
 
 def _published(output: str | Path) -> dict[str, Any] | None:
