@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import ModelError, SchemeError
+from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.block_stream import BlockStream
 from fewbit.models.convert import convert
@@ -212,6 +212,24 @@ def test_two_runs_write_equal_bytes(tmp_path: Path) -> None:
         quantize(source, tmp_path / name, "W4A16", group_size=32, **options)
     for file in ("model.safetensors", "config.json", "fewbit_recipe.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("text", transforms())
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj"):
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, transforms=(text,), calibration_windows=2)
+    assert not (tmp_path / "q").exists()
+
+
+def test_kept_statistics_are_of_other_weights(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    with pytest.raises(SchemeError, match="untransformed"):
+        options = {"algorithm": "gptq", "transforms": ("awq",), "keep_statistics": tmp_path / "s"}
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, **options)
 
 
 def scaling_task(scheme: str, chooses: str) -> ScalingTask:
