@@ -23,6 +23,7 @@ from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import LinearKey, Rule, Scheme
 from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import Recipe
+from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model
 
 IDS = torch.arange(16)[None]
@@ -262,7 +263,7 @@ def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fewbit.checkpoints.output.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         quantize(source, tmp_path / "q", "W4A16", group_size=32)
     assert list(tmp_path.iterdir()) == []
@@ -323,3 +324,43 @@ def test_peak_memory_is_one_block_and_one_shard(tmp_path: Path) -> None:
     assert block < 17_000_000 and whole > 300_000_000
     assert growth <= block + shard + predicted - block - shard, f"grew {growth}, predicted {predicted}"
     assert growth < whole / 3
+
+
+CALIBRATED = """
+import resource, sys
+from pathlib import Path
+import torch
+from fewbit.models.memory import Workload, memory_plan
+from fewbit.models.pipeline import quantize_checkpoint
+from fewbit.models.quantize import QuantizeOptions, calibration_for
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+source, output, held = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+asked = QuantizeOptions(
+    "W4A16", 64, algorithm="gptq", settings={"sweeps": 1}, calibration_windows=64, calibration_length=128
+)
+plan = asked.plan(source)
+calibration = calibration_for(source, plan, asked)
+torch.linalg.solve_triangular(torch.linalg.cholesky_ex(torch.eye(600))[0], torch.eye(600), upper=False)
+before = peak()
+quantize_checkpoint(source, output, plan, calibration=calibration, max_shard_bytes=10**7, calibration_memory=held)
+print(peak() - before, memory_plan(source, plan, Workload(64, 128, most_held=held), 10**7).peak)
+"""
+
+
+def test_calibration_stays_in_the_memory_that_was_planned(tmp_path: Path) -> None:
+    """Half of what is planned may be headroom, but not more; and with less to hold, less is used."""
+    source = save_tiny_model(
+        tmp_path / "model", hidden_size=384, intermediate_size=1152, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=6, head_dim=64,
+    )  # fmt: skip
+    found = {}
+    for held in (10**10, 1):
+        command = [sys.executable, "-c", CALIBRATED, str(source), str(tmp_path / f"q{held}"), str(held)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        growth, planned = map(int, printed.split())
+        assert planned / 3 < growth <= planned
+        found[held] = growth
+    assert found[1] < found[10**10]
+    assert hashes(tmp_path / "q1") == hashes(tmp_path / f"q{10**10}")
