@@ -274,11 +274,13 @@ def test_awq_chooses_what_a_slow_transcription_in_float64_chooses(scheme: str) -
         ):
             scale = raw.clamp(min=1e-4)
             losses[name] = loss(scale / (scale.max() * scale.min()).sqrt())
-    found = parse_transform("awq").choose(task)
+    found = parse_transform("awq:patience=0").choose(task)
     assert losses[found.choice] == pytest.approx(min(losses.values()), rel=1e-3)
     assert found.loss == pytest.approx(losses[found.choice], rel=1e-3)
     assert found.loss_before == pytest.approx(losses["none"], rel=1e-3)
     assert found.loss <= found.loss_before
+    hasty = parse_transform("awq").choose(task)
+    assert found.loss <= hasty.loss <= found.loss_before
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8", "FP8_DYNAMIC", "NVFP4"])
@@ -322,7 +324,7 @@ def test_awq_lowers_the_error_of_what_chooses_the_codes(scheme: str, chooses: st
 def test_texts_are_read_and_refused() -> None:
     assert parse_transform("awq:points=4,duo=no").record == {
         "name": "awq",
-        "settings": {"points": 4, "duo": "no", "rows": 512},
+        "settings": {"points": 4, "duo": "no", "rows": 512, "patience": 2},
     }
     for text, names in (
         ("awqq", "awq"),
@@ -330,6 +332,7 @@ def test_texts_are_read_and_refused() -> None:
         ("awq:points", "points"),
         ("awq:points=0", "points"),
         ("awq:duo=maybe", "duo"),
+        ("awq:patience=-1", "patience"),
         ("smoothquant:alpha=2", "alpha"),
         ("rotation:stream=false,values=false", "rotation"),
     ):
