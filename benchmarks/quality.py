@@ -53,6 +53,7 @@ class Row:
         if "algorithm" in self.settings:
             extra += [self.settings["algorithm"], *(f"{k}={v}" for k, v in self.settings.get("settings", {}).items())]
         extra += ["or asymmetric"] if "candidates" in self.settings else []
+        extra += [f"after {name}" for name in self.settings.get("transforms", ())]
         budget = self.settings.get("bits_per_weight")
         return " ".join([f"{budget:g} bits" if budget else self.scheme, *extra])
 
@@ -91,6 +92,17 @@ def with_algorithms(rows: list[Row], algorithms: list[str]) -> list[Row]:
             given = dict(part.split("=", 1) for part in settings.split(",") if part)
             made.append(Row(row.scheme, {**row.settings, "algorithm": name, "settings": given}))
     return made
+
+
+def with_transforms(rows: list[Row], chains: list[str]) -> list[Row]:
+    """Each row once per chain of transformations, `rotation+awq:points=10`; `none` is the empty chain."""
+    if not chains:
+        return rows
+    return [
+        Row(row.scheme, {**row.settings, "transforms": () if chain == "none" else tuple(chain.split("+"))})
+        for row in rows
+        for chain in chains
+    ]
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Rows whose label contains this.")] = None,
     activations: Annotated[bool, typer.Option(help="Quantize activations as the keys say.")] = False,
     algorithm: Annotated[list[str] | None, typer.Option(help="round_to_nearest, gptq, gptq:sweeps=1, ...")] = None,
+    transform: Annotated[list[str] | None, typer.Option(help="none, awq, rotation, rotation+awq, ...")] = None,
     calibration_text: Annotated[Path | None, typer.Option(help="UTF-8 text for calibration.")] = None,
     calibration_windows: Annotated[int, typer.Option(help="Windows of 512 tokens for calibration.")] = 128,
     self_samples: Annotated[int | None, typer.Option(help="Of them, windows that the model writes itself.")] = None,
@@ -162,7 +175,7 @@ def main(
     reference = load(model, device=device, dtype=torch.float32)
     bench = Bench(model, ids.to(device), reference, device, calibration, activations)
     rows = []
-    for row in with_algorithms(all_rows(), algorithm or []):
+    for row in with_transforms(with_algorithms(all_rows(), algorithm or []), transform or []):
         if only and not any(part in row.label for part in only):
             continue
         rows.append(measure(bench, row))

@@ -14,7 +14,7 @@ Sources: Frantar et al., GPTQ (arXiv 2210.17323); Behdin et al., QuantEase (arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -53,6 +53,9 @@ class Gptq(Algorithm):
     name: ClassVar[str] = "gptq"
     Settings: ClassVar[type] = GptqSettings
     needs_gram: ClassVar[bool] = True
+
+    def for_trials(self) -> Algorithm:
+        return Gptq({**{f.name: getattr(self.settings, f.name) for f in fields(GptqSettings)}, "sweeps": 0})
 
     def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
         by_element: dict[str, list[int]] = {}

@@ -23,7 +23,7 @@ class LayerTask:
 
     Attributes:
         name: the layer's name, for messages.
-        weight: [N, K] in the model's dtype.
+        weight: [N, K] in the model's dtype, or float32 where a transformation changed it.
         key: weight and activation keys.
         rules: see `ScaleRules`.
         global_scale: float64 [1, 1] second-level multiplier that the layer shares with the members of a joined matrix.
@@ -107,6 +107,10 @@ class Algorithm(ABC):
     def settings_by_name(self) -> dict[str, Any]:
         """Every setting, defaults included: what a recipe keeps."""
         return dict(vars(self.settings))
+
+    def for_trials(self) -> Algorithm:
+        """A cheaper algorithm, by whose losses it can be told what this one will do with weights that were scaled."""
+        return self
 
     @abstractmethod
     def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.errors import CheckpointError
+from fewbit.lazy import torch
 from fewbit.spec.key import QuantKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def stated_order(name: str, order: Tensor, weight: QuantKey) -> Tensor | None:

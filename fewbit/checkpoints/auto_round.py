@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.auto_round_config import (
     DEFAULT_PACKING,
@@ -41,6 +39,9 @@ from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WORDS = ("gptq", "awq")
 """Formats of integer weights, which know nothing of activations."""

@@ -16,11 +16,7 @@ Sources: AutoAWQ 0.2.9 (`models/_config.py`, `modules/linear`), vLLM 0.33 (`auto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, strings, typed
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
@@ -33,6 +29,8 @@ from fewbit.checkpoints.word_format import (
     warn_of_partial_segments,
 )
 from fewbit.errors import CheckpointError, OutputError, closest
+from fewbit.lazy import functional as F
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.marlin import scale_order
 from fewbit.spec.element import F16
@@ -40,6 +38,9 @@ from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, PLAIN, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VARIANTS = ("gemm", "gemv", "gemv_fast", "marlin")
 

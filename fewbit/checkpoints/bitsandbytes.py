@@ -19,10 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.bitsandbytes_state import STATE, QuantState, book_of, read_nested, write_nested
 from fewbit.checkpoints.config_values import names_under
@@ -33,6 +30,7 @@ from fewbit.checkpoints.fp8 import matches_transformers
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import misfit, require_finite, tensors_by_role
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import pack_record
 from fewbit.spec.element import ELEMENTS, F32
@@ -41,6 +39,9 @@ from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INT8 = LinearKey.parse("int8:channel:f32/tensor:f32")
 _INT8_FACTOR = 1.0 / 127.0

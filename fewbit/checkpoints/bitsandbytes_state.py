@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.checkpoints.flat_blocks import block_count, collect_blocks, group_of_blocks, spread_blocks
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import ELEMENTS, F32
 from fewbit.spec.granularity import group
 from fewbit.spec.key import QuantKey, ScaleSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STATE = "quant_state.bitsandbytes__"
 """What precedes the type in the name of a layer's state."""

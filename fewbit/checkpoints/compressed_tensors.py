@@ -14,10 +14,7 @@ Sources: compressed-tensors 0.20.1 (`compressors/`, `quantization/`); weight_g_i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.act_order import stated_order
 from fewbit.checkpoints.compressed_tensors_config import config_of, kv_cache_scheme_of, scheme_of
@@ -26,6 +23,7 @@ from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import E4M3
 from fewbit.spec.granularity import HEAD, TOKEN
@@ -34,6 +32,9 @@ from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Axis, Extent, Layout, 
 from fewbit.spec.pattern import Matcher, matches_compressed_tensors
 from fewbit.spec.scheme import Scheme
 from fewbit.spec.transform import Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FIXED = {
     QuantKey.parse("e2m1:group16:e4m3/tensor:f32"): "nvfp4-pack-quantized",
@@ -53,6 +54,7 @@ class CompressedTensors(LinearFormat):
     name: ClassVar[str] = "compressed-tensors"
     quant_methods: ClassVar[tuple[str, ...]] = ("compressed-tensors",)
     matcher: ClassVar[Matcher] = staticmethod(matches_compressed_tensors)
+    describes_embeddings: ClassVar[bool] = True
     codes_names: ClassVar[tuple[str, ...]] = ("weight_packed", "weight")
     companions: ClassVar[frozenset[str]] = frozenset(
         [
@@ -78,6 +80,14 @@ class CompressedTensors(LinearFormat):
 
     def transform_tensors(self, module: str, transform: Transform) -> tuple[str, str]:
         return matrix_name(module, transform), permutation_name(module, transform)
+
+    def with_embeddings(self, config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """A group that names its layers one by one names them already; `Linear` means no embedding."""
+        groups = {
+            name: {**one, "targets": [*one["targets"], *names]} if one["targets"] == ["Linear"] else one
+            for name, one in config["config_groups"].items()
+        }
+        return {**config, "config_groups": groups}
 
     def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
         return {**config, "kv_cache_scheme": kv_cache_scheme_of(key)}

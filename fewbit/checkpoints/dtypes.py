@@ -6,31 +6,31 @@ import re
 from functools import cache
 from math import prod
 
-import torch
-
 from fewbit.checkpoints.interface import TensorHeader
+from fewbit.lazy import torch
 from fewbit.spec.element import BF16, E4M3, E5M2, E8M0, F16, F32, Element
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
+TORCH_NAMES: dict[str, str] = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
+"""safetensors' name of a dtype -> torch's, without the package."""
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 """Dtypes of a tensor that is not quantized."""
@@ -45,13 +45,18 @@ SCALE_ELEMENTS: dict[str, Element] = {
     "U8": E8M0,  # files older than torch's dtype, and compressed-tensors to this day
 }
 
-_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-_BY_TORCH_NAME = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+_BY_TORCH_NAME = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of safetensors' name, one of `TORCH_NAMES`."""
+    found: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return found
 
 
 def header_of(tensor: torch.Tensor) -> TensorHeader:
     """The header that a file would have for `tensor`."""
-    return TensorHeader(_BY_DTYPE.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+    return TensorHeader(_BY_TORCH_NAME.get(torch_name(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
 
 
 def nbytes(header: TensorHeader) -> int:

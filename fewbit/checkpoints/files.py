@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CheckpointFiles(ABC):

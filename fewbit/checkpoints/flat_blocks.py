@@ -8,11 +8,13 @@ then still lie in one block, so that groups of that many, scales repeated, say t
 from __future__ import annotations
 
 from math import gcd
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.errors import OutputError
+from fewbit.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def group_of_blocks(columns: int, size: int) -> int:

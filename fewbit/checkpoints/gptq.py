@@ -24,9 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.act_order import stated_order, trivial_order
 from fewbit.checkpoints.config_values import first_given, granularity_of, integer_of, typed
@@ -46,6 +44,9 @@ from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher, by_segments, unescaped
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 V1, V2, PLANAR = "gptq", "gptq_v2", "gptq_p"
 VERSIONS = (V1, V2, PLANAR)

@@ -17,10 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.dtypes import FLOATS, SCALE_ELEMENTS, header_of, nbytes
@@ -30,6 +27,7 @@ from fewbit.checkpoints.fp8 import matches_transformers
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, misfit, require_finite
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import packings, unpack_record
 from fewbit.packing.strided import FIELDS
@@ -39,6 +37,9 @@ from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import Axis, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDTHS = {1: 8, 2: 8, 3: 32, 4: 8, 8: 8}
 """Stored bits of a code -> bits of a word; HQQ's 5- and 6-bit codes take a byte each."""

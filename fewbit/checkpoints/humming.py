@@ -15,9 +15,7 @@ Source: humming_kernels 0.1.20 (`schema/humming.py`, `utils/weight.py`, `layer.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.humming_config import FLOATS, SCALES, activation_fields, config_of, matches_humming, scheme_of
 from fewbit.checkpoints.interface import StoredLayer
@@ -30,6 +28,9 @@ from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import ONE, PLAIN, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WORD = 32
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-
 from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey, QuantKey
@@ -22,6 +20,8 @@ from fewbit.spec.scheme import Scheme
 from fewbit.spec.transform import Transform
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fewbit.checkpoints.files import CheckpointFiles  # which imports this module
 
 
@@ -75,6 +75,9 @@ class CheckpointFormat(ABC):
 
     writes_layers: ClassVar[bool] = True
     """Whether it can be written for linear layers: not where it holds stacks of experts only, or has no writer."""
+
+    describes_embeddings: ClassVar[bool] = False
+    """Whether its configuration can say of an embedding that it is quantized."""
 
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
@@ -175,6 +178,10 @@ class CheckpointFormat(ABC):
     def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
         return None
+
+    def with_embeddings(self, config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """`config`, in which the quantized layers of these names are embeddings and no linear layers."""
+        return dict(config)
 
     def with_kv_cache(self, config: Mapping[str, Any], key: QuantKey) -> dict[str, Any]:
         """`config` with the key of a quantized KV cache.

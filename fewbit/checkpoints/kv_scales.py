@@ -16,11 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.errors import CheckpointError
+from fewbit.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FORMS = tuple(
     re.compile(form)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from fewbit.checkpoints.dtypes import accepts, header_of, torch_name
+from fewbit.checkpoints.dtypes import accepts, header_of
 from fewbit.checkpoints.interface import TensorHeader
 from fewbit.errors import CheckpointError, OutputError
-from fewbit.numerics import QuantizedTensor, code_dtype
+from fewbit.lazy import torch
+from fewbit.numerics import QuantizedTensor, code_dtype_name
 from fewbit.spec.element import Element
 from fewbit.spec.granularity import Granularity
 from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import ONE, ROWS, Extent, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def scale_extents(granularity: Granularity) -> tuple[Extent, ...]:
@@ -28,7 +30,7 @@ def scale_extents(granularity: Granularity) -> tuple[Extent, ...]:
 
 def element_dtype(element: Element) -> str:
     """torch's name of the dtype that holds codes of `element`, as `TensorSpec.dtype` wants it."""
-    return torch_name(code_dtype(element))
+    return code_dtype_name(element)
 
 
 def misfit(
@@ -131,7 +133,7 @@ def require_integer_zero_points(format_name: str, record: QuantizedTensor, key: 
     Zero points of unsigned elements may be floats (HQQ, Humming); those of signed ones are codes.
     """
     zero_point = record.tensors.get("zero_point")
-    if isinstance(zero_point, Tensor) and zero_point.is_floating_point() and key.weight.element.signed:
+    if isinstance(zero_point, torch.Tensor) and zero_point.is_floating_point() and key.weight.element.signed:
         raise OutputError(
             f"{format_name} stores the zero points of {key} as integers, found {zero_point.dtype}.",
             "Quantize again, or choose a format with float zero points (hqq, humming).",

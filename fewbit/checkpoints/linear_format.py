@@ -11,15 +11,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.checkpoints.dtypes import FLOATS, SCALE_ELEMENTS
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import misfit, require_finite, require_integer_zero_points, tensors_by_role
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor, decode
 from fewbit.packing.registry import pack_record
 from fewbit.spec.element import integer
@@ -27,6 +25,9 @@ from fewbit.spec.granularity import CHANNEL, TENSOR
 from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import PLAIN, Layout, TensorSpec
 from fewbit.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCALES = ("scale", "input_scale")
 

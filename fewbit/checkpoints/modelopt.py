@@ -18,9 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, global_multiplier, require_finite, scale_extents
@@ -35,6 +33,9 @@ from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
@@ -27,6 +25,9 @@ from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import PLAIN, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _KEY = LinearKey.parse("e2m1:group32:e8m0")
 _GROUP, _BYTES = 32, 16

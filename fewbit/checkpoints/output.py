@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
 from fewbit.errors import OutputError
+from fewbit.lazy import torch
 
 _UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate(["", "K", "M", "G", "T"])},
@@ -90,6 +89,8 @@ class TensorBuffer:
             OutputError: safetensors refuses them.
             OSError: the file cannot be written.
         """
+        from safetensors.torch import save_file  # imports torch
+
         try:
             save_file(self.tensors, file, metadata={"format": "pt"})
         except SafetensorError as error:  # the library reports a full disk as text

@@ -22,15 +22,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, global_multiplier, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.checkpoints.quark_config import PACK_METHODS, UNSIGNED, config_of, matches_quark, scheme_of, with_cache_of
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.activations import needs_calibration
 from fewbit.packing.registry import packings
@@ -40,6 +38,9 @@ from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Axis, Extent, Layout, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FLOAT_SCALES = ("f16", "bf16", "f32")
 _EIGHT_BITS = ("e4m3", "e5m2")

@@ -14,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 
-from fewbit.checkpoints.dtypes import DTYPES
+from fewbit.checkpoints.dtypes import TORCH_NAMES, torch_dtype
 from fewbit.checkpoints.files import CheckpointFiles
 from fewbit.checkpoints.interface import TensorHeader, split_at_last_dot
 from fewbit.errors import CheckpointError
+from fewbit.lazy import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -102,17 +101,19 @@ class TensorFolder(CheckpointFiles):
         if name not in self.headers:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}.", "See `headers` for the names.")
         file, header, (start, end) = self.path / self.file_of[name], self.headers[name], self._spans[name]
-        if header.dtype not in DTYPES:
+        if header.dtype not in TORCH_NAMES:
             raise CheckpointError(f"{name} in {file} is {header.dtype}, which torch cannot hold.", "Convert the file.")
         if start == end:
-            return torch.empty(header.shape, dtype=DTYPES[header.dtype])
+            return torch.empty(header.shape, dtype=torch_dtype(header.dtype))
+        import numpy as np  # where headers are looked at, nothing is loaded
+
         try:
             data = torch.from_numpy(np.fromfile(file, np.uint8, count=end - start, offset=start))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read any more: {error}.", "Start again.") from error
         if data.numel() != end - start:
             raise CheckpointError(f"{file} ends within {name}: it was changed while being read.", "Start again.")
-        return data.view(DTYPES[header.dtype]).reshape(header.shape)
+        return data.view(torch_dtype(header.dtype)).reshape(header.shape)
 
     def ends(self, name: str, nbytes: int = 4096) -> tuple[bytes, bytes]:
         """The first and the last bytes of a tensor."""
@@ -217,7 +218,7 @@ def all_inside(folder: Path, names: Sequence[str]) -> list[Path]:
 def _read_headers(file: Path) -> tuple[dict[str, tuple[TensorHeader, tuple[int, int]]], dict[str, str]]:
     """Tensor name -> header and the span of its bytes in the file; and the file's metadata."""
     try:
-        with safe_open(file, "pt"):
+        with safe_open(file, "np"):  # "pt" would import torch
             pass  # the parser has now checked the header's size, every dtype, shape and offset, and the file's length
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), sys.byteorder)

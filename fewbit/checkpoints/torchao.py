@@ -18,10 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.config_values import names_under
 from fewbit.checkpoints.files import CheckpointFiles
@@ -30,10 +27,14 @@ from fewbit.checkpoints.layer_tensors import element_dtype, misfit, scale_extent
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.checkpoints.torchao_classes import CLASSES, layer_key
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey
 from fewbit.spec.layout import COLUMNS, ONE, PLAIN, ROWS, Extent, Layout, TensorSpec
 from fewbit.spec.scheme import Rule, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PREFIX = "_weight_"
 _PARTS = (

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fewbit.checkpoints.output import TensorBuffer, sync
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, OutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FINGERPRINT, UNITS = "fingerprint.json", "units"
 

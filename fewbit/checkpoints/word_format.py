@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.checkpoints.interface import StoredLayer
 from fewbit.checkpoints.linear_format import LinearFormat
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor, code_dtype
 from fewbit.packing.registry import packings
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import ONE, Extent, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INTEGERS = frozenset(f"int{bits}" for bits in range(2, 9))
 FLOAT_SCALES = frozenset({"f16", "bf16", "f32"})

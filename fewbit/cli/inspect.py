@@ -6,12 +6,11 @@ from math import prod
 from typing import Any
 
 from fewbit.cli import options
-from fewbit.cli.output import console, print_json, quiet_libraries, size, table
+from fewbit.cli.output import console, print_json, size, table
 
 
 def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
     """Print the format, the scheme by group of modules, bits per weight, bytes and oddities. No weight is read."""
-    quiet_libraries()
     from fewbit.models.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(model)

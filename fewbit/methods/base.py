@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbit.checkpoints.dtypes import DTYPES
+from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
@@ -89,7 +89,7 @@ class StoredWeights:
     def create(self, layer: nn.Module) -> None:
         """Registers one meta parameter per stored tensor."""
         for tensor, header in self.headers.items():
-            empty = torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
+            empty = torch.empty(header.shape, dtype=torch_dtype(header.dtype), device="meta")
             layer.register_parameter(self.parameter(tensor), nn.Parameter(empty, requires_grad=False))
 
     def take(self, layer: nn.Module) -> dict[str, Tensor]:

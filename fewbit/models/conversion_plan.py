@@ -115,7 +115,9 @@ class ConversionPlan:
             OutputError: the format cannot say it of all layers together.
         """
         assert isinstance(self.target, CheckpointFormat)
-        return self.target.config_of_roles(self.keys, self._plain(), roles)
+        embeddings = [layer.name for layer in self.layers if layer.embedding and layer.name in self.keys]
+        config = self.target.config_of_roles(self.keys, self._plain(), roles)
+        return self.target.with_embeddings(config, embeddings) if embeddings else config
 
     def _plain(self) -> list[str]:
         """Modules with a matrix of weights that end up plain, embeddings excepted; and the head, even if tied."""

@@ -32,6 +32,7 @@ from fewbit.models.load import Progress
 from fewbit.models.names import read_config
 from fewbit.models.outcome import LayerOutcome, sqnr_db, weight_hash
 from fewbit.models.pipeline import DEFAULT_SHARD_BYTES
+from fewbit.models.recipe_file import recipe_of
 from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report_files import write_report
 from fewbit.models.stored import StoredCheckpoint
@@ -258,7 +259,11 @@ class _Conversion:
     def _recipe(self, target: CheckpointFormat) -> Recipe:
         assert self.plan.scheme is not None and self.stored.format is not None
         settings = {"source_format": self.stored.format.name, **asdict(self.plan.options)}
-        return Recipe(self.plan.scheme, target.name, "convert", settings, source=self._source_name())
+        own = recipe_of(self.stored.folder.path)
+        transforms = own.transforms if own is not None else ()
+        return Recipe(
+            self.plan.scheme, target.name, "convert", settings, source=self._source_name(), transforms=transforms
+        )
 
     def _source_name(self) -> str:
         return self.source.resolve().name

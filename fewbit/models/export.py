@@ -23,7 +23,7 @@ def write_output(
     work: WorkFolder,
     staging: Path,
     max_shard_bytes: int,
-) -> tuple[int, list[dict[str, Any]]]:
+) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """Writes the weights and what the source has beside them.
 
     Args:
@@ -34,9 +34,10 @@ def write_output(
         max_shard_bytes: largest size of a weight file.
 
     Returns:
-        The bytes of all tensors, and the outcome of every layer.
+        The bytes of all tensors; `outcomes` of all layers and what `transforms` did.
     """
-    writer, outcomes = ShardWriter(staging, max_shard_bytes), []
+    writer = ShardWriter(staging, max_shard_bytes)
+    facts: dict[str, list[dict[str, Any]]] = {"outcomes": [], "transforms": []}
     for number, names in enumerate(units):
         unit = work.unit(number)
         made: Mapping[str, list[str]] = unit.facts["made"]
@@ -47,10 +48,11 @@ def write_output(
                 writer.add(other, unit.tensors.load(other))
         for other in unit.facts["added"]:
             writer.add(other, unit.tensors.load(other))
-        outcomes += unit.facts["outcomes"]
+        for kind in facts:
+            facts[kind] += unit.facts[kind]
     writer.finish()
     copy_side_files(source.path, staging)
-    return writer.nbytes, outcomes
+    return writer.nbytes, facts
 
 
 def write_config(source: Path, staging: Path, quantization: dict[str, Any], unties: bool) -> None:
@@ -63,14 +65,14 @@ def write_config(source: Path, staging: Path, quantization: dict[str, Any], unti
 
 
 def report_of(
-    plan: Plan, recipe: Recipe, outcomes: list[dict[str, Any]], kept: list[str], written: int
+    plan: Plan, recipe: Recipe, facts: Mapping[str, list[dict[str, Any]]], kept: list[str], written: int
 ) -> dict[str, Any]:
     """What was done, in numbers that were measured or computed; equal runs give equal reports.
 
     Args:
         plan: of the run.
         recipe: with what calibration used.
-        outcomes: of every layer.
+        facts: from `write_output`.
         kept: tensors that the model class does not build, written as they were.
         written: bytes of all tensors.
     """
@@ -84,8 +86,9 @@ def report_of(
         "bits_per_weight": plan.bits_per_weight,
         "whole_bits_per_weight": plan.whole_bits_per_weight,
         "versions": {"fewbit": fewbit.__version__, "torch": torch.__version__},
-        "tie_word_embeddings": "untied: the head is quantized apart" if plan.unties else "as in the source",
-        "layers": outcomes,
+        "tie_word_embeddings": "untied: the head has a weight of its own" if plan.unties else "as in the source",
+        "transforms": facts["transforms"],
+        "layers": facts["outcomes"],
         "kept": kept,
         "plain": {layer.name: layer.reason for layer in plan.layers if layer.key is None},
         "cautions": list(plan.cautions),

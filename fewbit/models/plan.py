@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import CheckpointError, SchemeError, ShapeError, closest
+from fewbit.errors import CheckpointError, OutputError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.registry import choose_kernel
 from fewbit.kernels.select import Choice, Preference
@@ -24,10 +24,14 @@ from fewbit.models.inspect import natural_order
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
+from fewbit.models.transforms.registry import of_recipe
 from fewbit.numerics import float_element
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 from fewbit.spec.recipe import Recipe
+
+EMBEDDING = "Embedding"
+"""The class by which rules name a model's input embedding, whatever its class is called."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class PlannedLayer:
         key: how it will be quantized, None where it stays plain.
         reason: why it stays plain, empty where it does not.
         block: path of the decoder block it belongs to, empty outside the blocks.
+        embedding: whether tokens are looked up in it.
     """
 
     name: str
@@ -49,6 +54,7 @@ class PlannedLayer:
     key: LinearKey | None
     reason: str = ""
     block: str = ""
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     _check_patterns(recipe, layers)
     _check_shapes(layers, checkpoint, short_last_group)
     plain = _plain(layers, model)
-    checkpoint.config(
-        {layer.name: layer.key for layer in layers if layer.key}, plain
-    )  # refuses what it cannot describe
+    stated_config(checkpoint, layers, plain)  # refuses what it cannot describe
     _check_kv_cache(recipe, checkpoint)
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
@@ -162,10 +166,38 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     found = (checkpoint.caution(layer.key, (layer.shape[0], layer.shape[1])) for layer in layers if layer.key)
     cautions = tuple(dict.fromkeys(caution for caution in found if caution))
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    unties = tied and _head(model) in {layer.name for layer in layers if layer.key}
+    apart = any(one.unties for one in of_recipe(recipe.transforms))
+    unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
+    if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
+        own = _embedding_bytes(stored, layers)
+        after += own
+        cautions += (f"The rotated head is no longer tied to the embedding: a weight of its own, {own:,} bytes more.",)
     parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
     largest = _largest_block(stored, layers)
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
+
+
+def stated_config(checkpoint: CheckpointFormat, layers: Iterable[PlannedLayer], plain: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of planned layers, without a KV cache's key.
+
+    Raises:
+        OutputError: the format cannot describe them.
+    """
+    quantized = [layer for layer in layers if layer.key is not None]
+    config = checkpoint.config({layer.name: layer.key for layer in quantized if layer.key}, plain)
+    embeddings = [layer.name for layer in quantized if layer.embedding]
+    if not embeddings:
+        return config
+    if not checkpoint.describes_embeddings:
+        raise OutputError(
+            f"{checkpoint.name} cannot say that {embeddings[0]} is quantized.",
+            "Leave the embedding as it is, or write compressed-tensors.",
+        )
+    return checkpoint.with_embeddings(config, embeddings)
+
+
+def _embedding_bytes(stored: StoredCheckpoint, layers: tuple[PlannedLayer, ...]) -> int:
+    return sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.embedding)
 
 
 def written_format(name: str) -> CheckpointFormat:
@@ -198,14 +230,24 @@ def _layers(stored: StoredCheckpoint, model: PreTrainedModel, recipe: Recipe) ->
         class_name = type(built).__name__ if built is not None else ""
         block = next((path[:-1] for path in blocks if destinations.module(module).startswith(path)), "")
         key, reason = None, ""
-        if class_name != "Linear":
+        if built is embedding and (key := recipe.scheme.key_for(module, EMBEDDING)):
+            _check_embedding(module, key)
+        elif class_name != "Linear":
             reason = "embedding" if built is embedding else class_name or "not built by the model class"
         else:
             head = built is model.get_output_embeddings() and "lm_head" in recipe.scheme.ignore  # by whatever name
             key = None if head else recipe.scheme.key_for(module, class_name)
             reason = "" if key else "ignored by the scheme"
-        layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block))
+        layers.append(PlannedLayer(module, class_name, header.shape, key, reason, block, built is embedding))
     return tuple(sorted(layers, key=lambda layer: natural_order(layer.name)))
+
+
+def _check_embedding(name: str, key: LinearKey) -> None:
+    if key.activation is not None or key.weight.granularity.rows > 1:
+        raise SchemeError(
+            f"{name} is looked up row by row, and {key} has activations or scales of several rows.",
+            "Choose a weight-only preset with groups or channels.",
+        )
 
 
 def _check_kv_cache(recipe: Recipe, checkpoint: CheckpointFormat) -> None:
@@ -232,7 +274,7 @@ def _head(model: PreTrainedModel) -> str:
 
 
 def _check_patterns(recipe: Recipe, layers: tuple[PlannedLayer, ...]) -> None:
-    modules = [(layer.name, layer.class_name) for layer in layers]
+    modules = [(layer.name, EMBEDDING if layer.embedding else layer.class_name) for layer in layers]
     # A model with tied embeddings has no lm_head on disk; the default exclusion then has nothing to exclude.
     lost = [pattern for pattern in recipe.scheme.unmatched(modules) if pattern != "lm_head"]
     if lost:

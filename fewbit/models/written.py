@@ -11,7 +11,7 @@ from torch import Tensor
 from fewbit.algorithms.interface import LayerResult
 from fewbit.checkpoints.dtypes import header_of
 from fewbit.checkpoints.interface import CheckpointFormat
-from fewbit.models.plan import Plan, PlannedLayer
+from fewbit.models.plan import Plan, PlannedLayer, stated_config
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import dequantize_record, unpack_record
 
@@ -45,8 +45,7 @@ class LayerWriter:
 
     def __init__(self, checkpoint: CheckpointFormat, plan: Plan) -> None:
         self._checkpoint = checkpoint
-        keys = {layer.name: layer.key for layer in plan.quantized}
-        self._scheme = checkpoint.scheme(checkpoint.config(keys, plan.plain))
+        self._scheme = checkpoint.scheme(stated_config(checkpoint, plan.quantized, plan.plain))
 
     def write(self, layer: PlannedLayer, result: LayerResult) -> WrittenLayer:
         """The layer's tensors, and what they say."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.numerics.quantize import dequantize, quantize, quantize_with
 from fewbit.numerics.ranges import divided, global_scale_of, stored_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.key import QuantKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def needs_calibration(key: QuantKey | None) -> bool:

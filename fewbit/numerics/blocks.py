@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from fewbit.lazy import functional as F
 from fewbit.spec.granularity import Granularity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def to_blocks(tensor: Tensor, granularity: Granularity) -> Tensor:

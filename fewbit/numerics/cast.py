@@ -10,35 +10,43 @@ for elements that torch has no dtype for (E2M1, E2M3, E3M2), the float8 dtypes f
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fewbit.lazy import torch
 from fewbit.spec.element import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Element, Specials
 
-_TORCH_DTYPES = {
-    E4M3.name: torch.float8_e4m3fn,
-    E5M2.name: torch.float8_e5m2,
-    E4M3FNUZ.name: torch.float8_e4m3fnuz,
-    E5M2FNUZ.name: torch.float8_e5m2fnuz,
-    E8M0.name: torch.uint8,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HELD_AS = {
+    E4M3.name: "float8_e4m3fn",
+    E5M2.name: "float8_e5m2",
+    E4M3FNUZ.name: "float8_e4m3fnuz",
+    E5M2FNUZ.name: "float8_e5m2fnuz",
+    E8M0.name: "uint8",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
 }
+
+
+def code_dtype_name(element: Element) -> str:
+    """torch's name, without the package, of the dtype in which unpacked codes of `element` are held."""
+    if element.is_integer:
+        return "int8" if element.signed and not element.bias else "uint8"
+    return _HELD_AS.get(element.name, "uint8")
 
 
 def code_dtype(element: Element) -> torch.dtype:
     """The dtype in which unpacked codes of `element` are held."""
-    if element.is_integer:
-        return torch.int8 if element.signed and not element.bias else torch.uint8
-    return _TORCH_DTYPES.get(element.name, torch.uint8)
+    held: torch.dtype = getattr(torch, code_dtype_name(element))
+    return held
 
 
 def float_element(dtype: torch.dtype) -> Element:
     """The element whose codes torch holds in the float `dtype`: float16, bfloat16, float32 or a float8."""
-    names = {held: name for name, held in _TORCH_DTYPES.items() if held is not torch.uint8}
-    return Element.parse(names[dtype])
+    names = {held: name for name, held in _HELD_AS.items() if held != "uint8"}
+    return Element.parse(names[str(dtype).removeprefix("torch.")])
 
 
 def encode(numbers: Tensor, element: Element) -> Tensor:
@@ -62,8 +70,8 @@ def encode(numbers: Tensor, element: Element) -> Tensor:
     if element.is_exponent_only:
         return _encode_exponent(numbers, element)
     clamped = numbers.clamp(element.min, element.max)
-    if element.name in _TORCH_DTYPES:
-        return clamped.to(_TORCH_DTYPES[element.name])
+    if element.name in _HELD_AS:
+        return clamped.to(code_dtype(element))
     return _encode_small_float(torch.nan_to_num(clamped, nan=0.0), element)
 
 

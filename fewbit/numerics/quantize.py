@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fewbit.lazy import torch
 from fewbit.numerics.blocks import block_extremes, from_blocks, over_blocks, to_blocks
 from fewbit.numerics.cast import decode, encode
 from fewbit.numerics.ranges import asymmetric_scale, global_scale_of, symmetric_scale
@@ -14,6 +13,9 @@ from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.key import QuantKey
 from fewbit.spec.layout import PLAIN
 from fewbit.spec.recipe import ScaleRules
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_RULES = ScaleRules()
 

@@ -9,13 +9,16 @@ compressed-tensors and ModelOpt write it.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from fewbit.lazy import torch
 from fewbit.numerics.cast import decode, encode
 from fewbit.spec.element import Element
 from fewbit.spec.key import QuantKey
 from fewbit.spec.recipe import ScaleRules
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NVFP4_SCALE_TARGET = 448.0
 """The largest NVFP4 block scale of a tensor is brought to E4M3's largest number."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fewbit.lazy import torch
 from fewbit.numerics.cast import code_dtype, encode
 from fewbit.numerics.quantize import effective_scale
 from fewbit.numerics.tensor import QuantizedTensor
@@ -20,6 +19,9 @@ from fewbit.spec.element import BF16, E4M3, E8M0, F16, F32, Element, integer
 from fewbit.spec.granularity import CHANNEL, TENSOR, Granularity, block, group
 from fewbit.spec.key import QuantKey
 from fewbit.spec.layout import PLAIN
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDER = {F16: (F32,), BF16: (F32,), E8M0: (BF16, F32), E4M3: (BF16, F16, F32)}
 """Elements that hold every number of a scale's element."""
@@ -62,11 +64,11 @@ def reductions(record: QuantizedTensor) -> Iterator[QuantKey]:
         record: in any layout.
     """
     parts = [record.tensors[role] for role in ("scale", "zero_point", "minimum") if role in record]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if "order" in record or len(tensors) < len(parts) or record.zero_point_layout != PLAIN:
         return
     key, zero_point = record.key, record.tensors.get("zero_point")
-    integral = isinstance(zero_point, Tensor) and key.element.signed and not zero_point.is_floating_point()
+    integral = isinstance(zero_point, torch.Tensor) and key.element.signed and not zero_point.is_floating_point()
     symmetries = (True, False) if integral and not record["zero_point"].any() else (key.symmetric,)
     repeated = [
         larger
@@ -111,7 +113,7 @@ def _elements(record: QuantizedTensor) -> tuple[Element, ...]:
     """The record's element, and the signed one of its width where codes and zero points may move together."""
     element, zero_point = record.key.element, record.tensors.get("zero_point")
     unsigned = element.is_integer and not element.signed and element.bits > 1
-    integral = isinstance(zero_point, Tensor) and not zero_point.is_floating_point()
+    integral = isinstance(zero_point, torch.Tensor) and not zero_point.is_floating_point()
     return (element, integer(element.bits)) if unsigned and integral else (element,)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fewbit.errors import ShapeError
+from fewbit.lazy import torch
 from fewbit.numerics.cast import code_dtype
 from fewbit.spec.key import QuantKey
 from fewbit.spec.layout import PLAIN, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROLES = (
     "codes",  # the elements' codes, [..., N, K] in `layout`
@@ -108,5 +110,5 @@ class QuantizedTensor:
                 found = tuple(self.tensors[role].shape)
                 raise ShapeError(f"{name}: {role} has shape {found}, needed {shape} for {self.key} of {self.shape}.")
         codes = self.tensors["codes"]
-        if self.layout == PLAIN and isinstance(codes, Tensor) and codes.dtype != code_dtype(self.key.element):
+        if self.layout == PLAIN and isinstance(codes, torch.Tensor) and codes.dtype != code_dtype(self.key.element):
             raise ShapeError(f"{name}: codes are {codes.dtype}, needed {code_dtype(self.key.element)} for {self.key}.")

@@ -8,16 +8,17 @@ section 9 of the house's references.
 from __future__ import annotations
 
 from math import prod
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
+from fewbit.lazy import torch
 from fewbit.packing.fields import codes_of, fields_of
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BigEndian(Packing):

@@ -11,15 +11,16 @@ nibble first) and MXFP6's four codes in three bytes. Sources: formats.md section
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
 from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORD_BITS = (8, 32)
 

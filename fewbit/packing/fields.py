@@ -6,16 +6,24 @@ Inside a packing the packed axis is the last one and everything is int64; only t
 from __future__ import annotations
 
 from math import gcd
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from fewbit.lazy import functional as F
+from fewbit.lazy import torch
 from fewbit.numerics.cast import code_dtype
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
 
-WORD_DTYPES = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORD_BITS = (8, 16, 32)
+"""Widths of words."""
+
+
+def word_dtype(width: int) -> torch.dtype:
+    """The dtype in which words of a width are stored."""
+    return {8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]
 
 
 def extent_along(shape: tuple[int, ...], layout: Layout) -> int:
@@ -82,7 +90,7 @@ def narrowed(words: Tensor, width: int) -> Tensor:
     """Unsigned int64 words of `width` bits in the stored dtype, bit for bit."""
     if width > 8:  # the dtype is signed
         words = torch.where(words >> (width - 1) > 0, words - (1 << width), words)
-    return words.to(WORD_DTYPES[width])
+    return words.to(word_dtype(width))
 
 
 def stored(words: Tensor, layout: Layout) -> Tensor:

@@ -7,15 +7,16 @@ Source: formats.md section 2, AutoAWQ 0.2.9.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
 from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS, COLUMNS = 4, 64
 """Output and input features of the smallest piece that stands alone."""

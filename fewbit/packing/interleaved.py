@@ -7,16 +7,17 @@ Quark's `reorder`. Source: formats.md sections 2 and 5.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
+from fewbit.lazy import torch
 from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive codes each nibble of a word holds."""

@@ -10,17 +10,18 @@ Sources: formats.md section 2; AutoAWQ 0.2.9; Frantar et al., "MARLIN", 2024.
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
+from fewbit.lazy import torch
 from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.packing.interleaved import ORDER
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS, COLUMNS = 64, 16
 """Output and input features of a tile."""

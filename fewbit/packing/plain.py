@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import PLAIN, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Plain(Packing):

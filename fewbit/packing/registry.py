@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import fewbit.packing
 from fewbit.discovery import implementations
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.packing.interface import Packing
 from fewbit.spec.layout import PLAIN, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @cache

@@ -5,16 +5,17 @@ For widths that divide the word. Quark's 2-bit codes are such bytes along N, tra
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
+from fewbit.lazy import torch
 from fewbit.packing import fields
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Reversed(Packing):
@@ -23,7 +24,7 @@ class Reversed(Packing):
     name: ClassVar[str] = "reversed"
 
     def packed_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        if layout.word_bits not in fields.WORD_DTYPES or not 1 <= layout.bits <= 8 or layout.word_bits % layout.bits:
+        if layout.word_bits not in fields.WORD_BITS or not 1 <= layout.bits <= 8 or layout.word_bits % layout.bits:
             raise ShapeError(
                 f"There are no reversed words of {layout.word_bits} bits that hold codes of {layout.bits} bits.",
                 "Use a width that divides the word.",

@@ -12,16 +12,17 @@ formats.md section 9 of the house's references.
 from __future__ import annotations
 
 from math import prod
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fewbit.errors import ShapeError
-from fewbit.packing.fields import WORD_DTYPES, codes_of, fields_of
+from fewbit.lazy import torch
+from fewbit.packing.fields import codes_of, fields_of, word_dtype
 from fewbit.packing.interface import Packing
 from fewbit.spec.element import Element
 from fewbit.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIELDS = {(1, 8): 8, (2, 8): 4, (4, 8): 2, (8, 8): 1, (3, 32): 10}
 """(bits, word bits) -> fields of a word."""
@@ -48,7 +49,7 @@ class Strided(Packing):
         words = parts.new_zeros(*parts.shape[:-2], parts.shape[-1])
         for field in range(count):
             words |= parts[..., field, :] << layout.bits * (count - 1 - field)
-        return words.to(WORD_DTYPES[layout.word_bits])
+        return words.to(word_dtype(layout.word_bits))
 
     def unpack(self, words: Tensor, layout: Layout, element: Element, shape: tuple[int, ...]) -> Tensor:
         count = FIELDS[layout.bits, layout.word_bits]

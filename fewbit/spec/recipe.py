@@ -52,6 +52,9 @@ class Recipe:
         scale_rules: see `ScaleRules`.
         calibration: what calibration used (source, hash, counts), or None for data-free algorithms.
         source: name of the model that was quantized; its path is not recorded.
+        transforms: equivalent transformations of the weights before their codes were chosen, in order, each with its
+            `name` and `settings`. What is stored then stands for the transformed weights, not for the source's.
+        activation_percentile: per cent of an input's magnitudes that its static scale reaches; 100 is the largest one.
     """
 
     scheme: Scheme
@@ -61,6 +64,13 @@ class Recipe:
     scale_rules: ScaleRules = ScaleRules()
     calibration: dict[str, Any] | None = None
     source: str = ""
+    transforms: tuple[dict[str, Any], ...] = ()
+    activation_percentile: float = 100.0
+
+    def __post_init__(self) -> None:
+        percent = self.activation_percentile
+        if not isinstance(percent, int | float) or not 50 <= percent <= 100:
+            raise SchemeError(f"The activation percentile is {percent!r}.", "Use 50 to 100; 100 is the largest.")
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads back."""
@@ -91,4 +101,7 @@ class Recipe:
             data["scale_rules"] = ScaleRules(**data.get("scale_rules", {}))
         except TypeError as error:
             raise SchemeError(f"The recipe's scale_rules are wrong: {error}.", "Use `integer` and `mx`.") from error
-        return cls(**data | {"scheme": Scheme.from_json(data["scheme"])})
+        transforms = data.get("transforms", [])
+        if not isinstance(transforms, list) or not all(isinstance(one, dict) and "name" in one for one in transforms):
+            raise SchemeError("The recipe's transforms are wrong.", "Use a list of objects with `name` and `settings`.")
+        return cls(**data | {"scheme": Scheme.from_json(data["scheme"]), "transforms": tuple(transforms)})

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from fewbit.checkpoints.dtypes import DTYPES, nbytes
+from fewbit.checkpoints.dtypes import TORCH_NAMES, nbytes, torch_dtype
 from fewbit.checkpoints.interface import TensorHeader
 from fewbit.checkpoints.tensor_files import INDEX, MAX_JSON_BYTES, TensorFolder, by_module
 from fewbit.errors import CheckpointError
@@ -74,7 +74,7 @@ def test_loaded_tensors_are_those_saved(sharded: Path) -> None:
         folder.load("c.weight")
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", map(torch_dtype, TORCH_NAMES), ids=str)
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype)
     save_file({"t": tensor, "empty": tensor[:0]}, tmp_path / "model.safetensors")

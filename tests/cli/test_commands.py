@@ -124,8 +124,8 @@ def test_convert_carries_codes_over(cli: Cli, quantized: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("device", "scheme", "kernel"),
     [
-        ("sm120", "NVFP4", "triton_tiles"),
-        ("sm90", "FP8_DYNAMIC", "triton_tiles_quantized"),
+        ("sm120", "NVFP4", "torch_scaled_mm_groups"),
+        ("sm90", "FP8_DYNAMIC", "triton_fp8"),
         ("arm", "W4A16", "reference"),
     ],
 )
@@ -191,6 +191,10 @@ def test_run_joins_members_and_says_what_it_did(cli: Cli, quantized: Path) -> No
         (["explain", "--device", "sm91"], "Did you mean 'sm9"),
         (["explain", "--shape", "4096"], "Write NxK"),
         (["explain", "--disable-kernel", "marlinn"], "no kernel 'marlinn'"),
+        (["explain", "--backend", "nvfp4"], "Write KEY=NAME"),
+        (["explain", "--backend", "nvfp5=emulation"], "nvfp5"),
+        (["explain", "--scheme", "NVFP4", "--device", "sm90", "--backend", "nvfp4=flashinfer"], "10.0"),
+        (["explain", "--scheme", "W8A8", "--device", "sm90", "--backend", "W8A8=torch_scaled_mm"], "e4m3"),
         (["explain", "--scheme", "FP8_DYNAMIC", "--device", "sm86", "--linear-backend", "torch_scaled_mm"], "8.9"),
         (["run", "MODEL", "hi", "--dtype", "int4"], "Unknown dtype"),
         (["run", "MODEL", "hi", "--device", "cuda:x"], "no device 'cuda:x'"),

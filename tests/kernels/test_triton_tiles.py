@@ -14,6 +14,7 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear import triton_tiles
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.triton_tiles import TritonTiles
+from fewbit.kernels.linear.triton_tiles_emulated import TritonTilesEmulated
 from fewbit.kernels.linear.triton_tiles_quantized import TritonTilesQuantized
 from fewbit.kernels.linear.weight_tiles import layout_of, tile_numbers, tile_tensors
 from fewbit.numerics import QuantizedTensor, dequantize
@@ -23,6 +24,7 @@ from tests.kernels.triton_here import DEVICE, needs_triton
 
 KERNEL = TritonTiles()
 QUANTIZED = TritonTilesQuantized()
+EMULATED = TritonTilesEmulated()
 H200 = DEVICES["sm90"]
 TAKEN = [name for name, key in KEYS.items() if KERNEL.refuse(LinearRequest(key, 64, 256), H200) is None]
 # One of each way to decode and to scale; the rest differ in data only.
@@ -130,7 +132,7 @@ def test_more_blocks_than_counters_are_not_split(monkeypatch: pytest.MonkeyPatch
     assert not few.tensors["counters"].any()
 
 
-ACTIVATIONS = ("FP8_DYNAMIC", "FP8", "FP8 tensor per token", "W8A8", "W8A8 static", "W4A8", "W4A4 channel")
+ACTIVATIONS = ("FP8_DYNAMIC", "FP8", "FP8 tensor per token", "W8A8", "W8A8 static", "W8A8 asym", "W4A8", "W4A4 channel")
 
 
 @needs_triton
@@ -140,6 +142,24 @@ def test_quantized_activations_are_kept(name: str, dtype: str) -> None:
     record = layer(KEYS[name], 33, 192)
     assert QUANTIZED.refuse(LinearRequest.of(record, KEYS[name], dtype), H200) is None
     run(record, name, dtype, (0, 1, 18), QUANTIZED)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "MXFP8"])
+def test_block_scaled_activations_are_emulated(name: str) -> None:
+    record = layer(KEYS[name], 33, 192)
+    for device in ("sm80", "sm90", "sm120"):
+        assert EMULATED.refuse(LinearRequest.of(record, KEYS[name]), DEVICES[device]) is None
+    assert EMULATED.refuse(LinearRequest.of(record, KEYS[name], "f16"), DEVICES["sm75"]) is None
+    run(record, name, "bf16", (0, 1, 18), EMULATED)
+    run(record, name, "f16", (3,), EMULATED)
+
+
+def test_only_block_scaled_activations_are_emulated() -> None:
+    for name, words in (("NVFP4A16", "nothing to emulate"), ("FP8_DYNAMIC", "groups under scales of e8m0 or e4m3")):
+        refusal = EMULATED.refuse(LinearRequest(KEYS[name], 64, 256), H200)
+        assert refusal is not None
+        assert words in refusal.reason
 
 
 @needs_triton

@@ -24,6 +24,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "data-free": {"scheme": "W4A16", "group_size": 32},
     "gptq": {"scheme": "W4A16", "group_size": 32, "algorithm": "gptq", "max_shard_bytes": 60_000} | SIZES,
     "sign_round": {"scheme": "NVFP4", "algorithm": "sign_round", "settings": {"iterations": 2}} | SIZES,
+    "transformed": {
+        "scheme": "W4A16",
+        "group_size": 32,
+        "algorithm": "gptq",
+        "transforms": ("rotation", "awq:points=2"),
+    }
+    | SIZES,
     "static scales": {"scheme": "FP8", "kv_cache": "fp8_head"} | SIZES,
 }
 

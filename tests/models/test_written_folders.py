@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fewbit.errors import OutputError, SchemeError
+from fewbit.evaluation.layer_error import decoded_layers
 from fewbit.evaluation.verify import verify
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.load import load
@@ -127,6 +130,42 @@ def test_a_head_that_is_quantized_apart_is_untied_b57(tmp_path: Path) -> None:
     assert isinstance(model.lm_head, QuantizedLinear)
     assert torch.equal(model.model.embed_tokens.weight, table.float())
     assert verify(tmp_path / "q", source).passed
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_quantized_embedding_is_stored_once_b57(tied: bool, family: str, tmp_path: Path) -> None:
+    """B57: a head that is tied to it is the same record, and stays tied; one that is not stays as it is."""
+    source = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, embeddings="W8A16")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    assert "model.embed_tokens.weight_packed" in tensors
+    assert "model.embed_tokens.weight" not in tensors
+    assert ("lm_head.weight" in tensors) != tied
+    assert configuration(tmp_path / "q")["tie_word_embeddings"] is tied
+    decoded = {layer.name: layer.numbers for layer in decoded_layers(StoredCheckpoint.open(tmp_path / "q"))}
+    plain = load_file(source / "model.safetensors")
+    twin = shutil.copytree(source, tmp_path / "twin")
+    plain |= {f"{name}.weight": numbers for name, numbers in decoded.items()}
+    save_file({name: one.float() for name, one in plain.items()}, twin / "model.safetensors", {"format": "pt"})
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours, theirs = (
+            load(path, device="cpu", dtype=torch.float32, strict=True)(input_ids=ids).logits
+            for path in (tmp_path / "q", twin)
+        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert verify(tmp_path / "q", source).passed
+
+
+def test_one_key_for_layers_and_embedding_is_said_of_both_b57(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    quantize(source, tmp_path / "q", "W8A16", group_size=32, embeddings="W8A16")
+    load(tmp_path / "q", device="cpu", strict=True)
+    with pytest.raises(OutputError, match=r"gptq cannot say that model\.embed_tokens is quantized"):
+        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="W8A16", format="gptq")
+    with pytest.raises(SchemeError, match="looked up row by row"):
+        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="FP8_BLOCK")
 
 
 # --- files and tensors -----------------------------------------------------------------------------------------------

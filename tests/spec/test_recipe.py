@@ -30,6 +30,7 @@ RECIPES = st.builds(
     RULES,
     st.none() | SETTINGS,
     st.text(max_size=8),
+    st.lists(st.fixed_dictionaries({"name": st.text(max_size=8), "settings": SETTINGS}), max_size=2).map(tuple),
 )
 
 
@@ -70,6 +71,10 @@ def _text_without(field: str) -> str:
         (_text(scale_rules={"mx": "round"}), "'round'"),
         (_text(scale_rules={"fp8": "ceil"}), "scale_rules"),
         (_text(scale_rules=None), "scale_rules"),
+        (_text(transforms="awq"), "transforms"),
+        (_text(activation_percentile=20), "percentile"),
+        (_text(activation_percentile="99"), "percentile"),
+        (_text(transforms=[{"settings": {}}]), "transforms"),
     ],
 )
 def test_text_that_is_no_recipe_is_refused(text: str, named: str) -> None:
@@ -84,7 +89,9 @@ def test_an_unknown_field_gets_the_closest_name() -> None:
         Recipe.from_json(_text(algoritm="gptq"))
 
 
-@pytest.mark.parametrize("field", ["format", "algorithm", "settings", "scale_rules", "calibration", "source"])
+@pytest.mark.parametrize(
+    "field", ["format", "algorithm", "settings", "scale_rules", "calibration", "source", "transforms"]
+)
 def test_fields_left_out_get_their_defaults(field: str) -> None:
     assert Recipe.from_json(_text_without(field)) == Recipe(preset("W4A16"))
 

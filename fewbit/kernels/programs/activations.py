@@ -26,10 +26,9 @@ def quantized(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes [M, width] of x [M, K] (zeros from K on), float32 scales, and float32 zero points [M] or [] or None.
 
-    E2M1 codes come in pairs, uint8 [M, width / 2], the first in the lower half.
-
-    Scales are [M], [groups, M], or the given `input_scale` itself. As numbers, codes come in x's dtype with zero points
-    taken away and scales of groups other than f32 multiplied in, which is exact in bf16.
+    E2M1 codes come in pairs, uint8 [M, width / 2], the first in the lower half. Scales are [M], or [groups, M] without
+    the scale of the tensor, or the given `input_scale` itself. As numbers, codes come in x's dtype, zero points taken
+    away and scales of groups other than f32 multiplied in, which is exact in bf16.
 
     Args:
         x: [M, K], contiguous, not empty.
@@ -168,7 +167,7 @@ def round_rows(
         factor, scale = group_scales(
             tl.max(tl.abs(numbers), axis=1), divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY
         )
-        tl.store(scales + groups.to(tl.int64) * tokens + row, scale, mask=groups < tl.cdiv(width, GROUP))
+        tl.store(scales + groups.to(tl.int64) * tokens + row, factor, mask=groups < tl.cdiv(width, GROUP))
     elif ZEROS and DYNAMIC:
         least = tl.minimum(tl.min(numbers, axis=1), 0.0)
         scale = float_scale(tl.maximum(tl.max(numbers, axis=1), 0.0) - least, divisor, smallest)

@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fewbit.lazy import torch
 from fewbit.numerics import code_dtype
 from fewbit.spec.element import E2M1, E8M0, ELEMENTS, F16, Element
 from fewbit.spec.granularity import group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

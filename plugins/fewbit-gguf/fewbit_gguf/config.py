@@ -13,18 +13,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.errors import ModelError
+from fewbit.lazy import torch
 from fewbit_gguf.header import GgufHeader
 from fewbit_gguf.names import ROPE_FACTORS
 
 if TYPE_CHECKING:
-    from fewbit_gguf.files import GgufFiles
+    from torch import Tensor
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    from fewbit_gguf.tensors import GgufFiles
+
+_PLAIN = ("F32", "F16", "BF16")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1, 3.2 and 3.3; llama.cpp keeps only the factors that follow from them, a file for each rope factor."""
 
@@ -83,8 +85,8 @@ def _reason(error: BaseException) -> str:
 
 def _dtype(header: GgufHeader) -> torch.dtype:
     """The dtype of the file's unquantized matrices; bfloat16 where all are quantized."""
-    plain = [tensor for tensor in header.tensors.values() if tensor.type in _DTYPES and len(tensor.shape) > 1]
-    return _DTYPES[max(plain, key=lambda tensor: tensor.nbytes).type] if plain else torch.bfloat16
+    plain = [tensor for tensor in header.tensors.values() if tensor.type in _PLAIN and len(tensor.shape) > 1]
+    return torch_dtype(max(plain, key=lambda tensor: tensor.nbytes).type) if plain else torch.bfloat16
 
 
 def _rope_parameters(files: GgufFiles, config: Any) -> dict[str, Any]:

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.checkpoints.config_values import strings
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import misfit, require_finite, tensors_by_role
 from fewbit.errors import CheckpointError, OutputError, closest
+from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor, decode
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.element import F16
@@ -34,6 +32,9 @@ from fewbit.spec.layout import ROWS, Extent, TensorSpec
 from fewbit.spec.pattern import Matcher
 from fewbit.spec.scheme import Rule, Scheme
 from fewbit_gguf.blocks import BLOCK_TYPES, BlockType, Field, put_floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUANT_METHOD = "gguf"
 
@@ -180,7 +181,7 @@ def _scaled(field: Field | None, blocks: Tensor, scale: Tensor) -> Tensor | Quan
 def _unscaled(field: Field | None, values: Tensor | QuantizedTensor, blocks: Tensor) -> Tensor:
     """The inverse of `_scaled`: writes the groups' codes, returns the blocks' multipliers."""
     if field is None:
-        assert isinstance(values, Tensor)
+        assert isinstance(values, torch.Tensor)
         return values
     assert isinstance(values, QuantizedTensor)
     field.pack(values["codes"].reshape(blocks.shape[0], -1, field.count), blocks)

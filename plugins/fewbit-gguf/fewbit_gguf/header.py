@@ -21,8 +21,8 @@ from typing import Any
 import gguf
 
 from fewbit.errors import CheckpointError
+from fewbit_gguf.files import MAGIC
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

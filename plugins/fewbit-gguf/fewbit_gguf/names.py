@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import gguf
-import torch
 from gguf.constants import MODEL_TENSOR_SKIP
-from torch import Tensor
 
 from fewbit.errors import CheckpointError, ModelError
+from fewbit.lazy import torch
 from fewbit_gguf.header import GgufHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

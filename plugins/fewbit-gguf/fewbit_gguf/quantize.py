@@ -19,8 +19,9 @@ from torch import Tensor
 from fewbit.errors import CheckpointError, OutputError, closest
 from fewbit.numerics import QuantizedTensor, code_dtype
 from fewbit_gguf.blocks import BLOCK_TYPES
+from fewbit_gguf.files import MAGIC
 from fewbit_gguf.format import Gguf, tensor_name
-from fewbit_gguf.header import MAGIC, VERSIONS, GgufHeader, GgufTensor, read_header
+from fewbit_gguf.header import VERSIONS, GgufHeader, GgufTensor, read_header
 
 _FLOATS = {"F32": np.float32, "F16": np.float16}
 _TABLES = ("token_embd.weight", "output.weight")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError, FewbitError, ModelError
 from fewbit.models.load import load
-from fewbit_gguf.files import GgufFiles, GgufOpener
+from fewbit_gguf.files import GgufOpener
 from fewbit_gguf.header import ArrayOf, read_header
+from fewbit_gguf.tensors import GgufFiles
 from tests.tiny_models import save_tiny_model
 
 

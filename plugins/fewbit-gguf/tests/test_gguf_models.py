@@ -29,8 +29,8 @@ from fewbit.models.names import read_config
 from fewbit.models.plan import make_plan
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import Recipe, preset
-from fewbit_gguf.files import GgufFiles
 from fewbit_gguf.names import halves_apart, interleaved
+from fewbit_gguf.tensors import GgufFiles
 from tests.golden import golden_vectors
 from tests.tiny_models import VOCABULARY, save_tiny_model
 

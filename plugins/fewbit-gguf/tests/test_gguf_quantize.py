@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fewbit.errors import CheckpointError, OutputError
 from fewbit_gguf.blocks import BLOCK_TYPES
-from fewbit_gguf.files import GgufFiles
 from fewbit_gguf.format import Gguf, tensor_name
 from fewbit_gguf.quantize import RULES, quantize, requantize
+from fewbit_gguf.tensors import GgufFiles
 from tests.golden import floats, golden_vectors
 
 

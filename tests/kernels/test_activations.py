@@ -1,0 +1,123 @@
+"""Activations to codes by Triton's programs: bit for bit the definition, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fewbit.kernels.activation.rounding import GROUPS, MAX_COLUMNS, Rounding, rounding_obstacles
+from fewbit.numerics import QuantizedTensor, decode, dequantize
+from fewbit.numerics.activations import quantize_activations
+from fewbit.spec.key import QuantKey
+from tests.kernels.triton_here import DEVICE, needs_triton
+
+ROUNDED = (
+    "e4m3:token:f32:dynamic", "int8:token:f32:dynamic", "int4:token:f32:dynamic", "int8:asym:token:f32:dynamic",
+    "uint8:asym:token:f32:dynamic", "e4m3:tensor:f32", "int8:tensor:f32", "int8:asym:tensor:f32",
+    "e4m3:group128:f32:dynamic", "e4m3:group64:f32:dynamic", "int8:group32:f32:dynamic", "e4m3:group32:e8m0:dynamic",
+    "e2m1:group32:e8m0:dynamic", "e2m1:group16:e4m3:dynamic/tensor:f32",
+)  # fmt: skip
+
+
+def static_scales(key: QuantKey) -> dict[str, torch.Tensor]:
+    if key.global_scale is not None:
+        return {"input_global_scale": torch.tensor(1 / 500.0, dtype=torch.float64, device=DEVICE)}
+    if key.is_dynamic:
+        return {}
+    found = {"input_scale": torch.tensor(0.03, device=DEVICE)}
+    return found if key.symmetric else found | {"input_zero_point": torch.tensor(5, dtype=torch.int8, device=DEVICE)}
+
+
+def rounded(text: str, x: torch.Tensor, width: int, as_numbers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from fewbit.kernels.programs.activations import quantized
+
+    static = static_scales(QuantKey.parse(text))
+    if "input_zero_point" in static:
+        static["input_zero_point"] = static["input_zero_point"].float()
+    codes, scales, _ = quantized(x, Rounding.of(text), static, width, as_numbers)
+    return codes, scales
+
+
+def bytes_of(record: QuantizedTensor, rounding: Rounding) -> torch.Tensor:
+    """Codes as the programs store them."""
+    codes = record["codes"].view(torch.uint8)
+    if rounding.kind == "e2m1":
+        return codes[:, 0::2] | codes[:, 1::2] << 4
+    return (codes.int() - rounding.offset).to(torch.int8).view(torch.uint8) if rounding.offset else codes
+
+
+def inputs(columns: int) -> torch.Tensor:
+    """Rows from 1e-5 to 1e5, one of zeros, and a zero group."""
+    x = torch.randn(7, columns, device=DEVICE) * torch.logspace(-5, 5, 7, device=DEVICE)[:, None]
+    x[2], x[3, :16] = 0, 0
+    return x.bfloat16()
+
+
+@needs_triton
+@pytest.mark.parametrize("columns", [32, 160, 1280])
+@pytest.mark.parametrize("text", ROUNDED)
+def test_codes_and_scales_are_those_of_the_definition(text: str, columns: int) -> None:
+    key, x = QuantKey.parse(text), inputs(columns)
+    record = quantize_activations(x, key, static_scales(key))
+    codes, scales = rounded(text, x, columns, as_numbers=False)
+    assert torch.equal(codes.view(torch.uint8), bytes_of(record, Rounding.of(text)))
+    expected = decode(record["scale"], key.scale.element)
+    if Rounding.of(text).group:
+        assert torch.equal(scales.t(), expected)
+    elif key.is_dynamic:
+        assert torch.equal(scales, expected[:, 0])
+
+
+@needs_triton
+@pytest.mark.parametrize("text", ["e4m3:group32:e8m0:dynamic", "e2m1:group32:e8m0:dynamic", ROUNDED[-1]])
+def test_numbers_in_16_bits_are_those_of_the_definition_but_for_the_scale_of_the_tensor(text: str) -> None:
+    key, x = QuantKey.parse(text), inputs(160)
+    static = static_scales(key)
+    numbers, _ = rounded(text, x, 160, as_numbers=True)
+    expected = dequantize(quantize_activations(x, key, static)).double()
+    factor = static["input_global_scale"].double() if static else 1.0
+    torch.testing.assert_close(numbers.double() * factor, expected, rtol=2e-7, atol=0)
+
+
+@needs_triton
+def test_what_lies_beyond_the_input_is_zero() -> None:
+    for text in ("e4m3:token:f32:dynamic", "int8:asym:token:f32:dynamic", "e4m3:group64:f32:dynamic"):
+        codes, _ = rounded(text, inputs(40), 64, as_numbers=False)
+        assert codes.shape == (7, 64)
+        assert not codes[:, 40:].view(torch.uint8).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="This machine has no CUDA device.")
+def test_quotients_are_correctly_rounded_at_every_magnitude() -> None:
+    for exponent in range(-120, 121, 5):
+        x = (torch.randn(16, 4096, device="cuda") * 2.0**exponent).bfloat16()
+        for text in ("e4m3:token:f32:dynamic", "int8:token:f32:dynamic"):
+            record = quantize_activations(x, QuantKey.parse(text), {})
+            codes, scales = rounded(text, x, 4096, as_numbers=False)
+            assert torch.equal(codes.view(torch.uint8), record["codes"].view(torch.uint8)), (text, exponent)
+            assert torch.equal(scales, record["scale"][:, 0])
+
+
+def test_everything_that_is_rounded_here_is_admitted() -> None:
+    for text in ROUNDED:
+        assert not list(rounding_obstacles(QuantKey.parse(text), 4096, batch_invariant=True)), text
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "words"),
+    [
+        ("e5m2:token:f32:dynamic", 64, "e5m2"),
+        ("uint8:token:f32:dynamic", 64, "signed"),
+        ("e4m3:token:f32:dynamic", MAX_COLUMNS + 1, str(MAX_COLUMNS)),
+        ("e4m3:tensor:f32:dynamic", 64, "pass over all"),
+        ("e4m3:token:f32", 64, "static activation scales per token"),
+        ("e4m3:group128:f32", 64, "groups cannot be stored"),
+        ("e4m3:group48:f32:dynamic", 64, str(GROUPS)),
+        ("e2m1:group16:e4m3:dynamic", 64, "tensor"),
+        ("e2m1:group16:e4m3:dynamic/tensor:f32:dynamic", 64, "dynamic scale of the tensor"),
+    ],
+)
+def test_what_is_not_rounded_here_says_why(text: str, columns: int, words: str) -> None:
+    reasons = list(rounding_obstacles(QuantKey.parse(text), columns, batch_invariant=False))
+    assert reasons
+    assert words in reasons[0]
