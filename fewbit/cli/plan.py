@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fewbit.cli import options
-from fewbit.cli.choices import hardware
+from fewbit.cli.choices import hardware, quantize_options
 from fewbit.cli.output import console, print_json, quiet_libraries, size, table
 
 
@@ -15,19 +15,30 @@ def plan(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     short_last_group: options.ShortLastGroup = False,
+    calibration_windows: options.CalibrationWindows = 32,
+    calibration_length: options.CalibrationLength = 512,
+    embeddings: options.Embeddings = None,
+    kv_cache: options.KvCache = None,
+    transforms: options.Transforms = None,
+    calibration_memory: options.CalibrationMemory = "16GB",
     max_shard_size: options.ShardSize = "5GB",
     device: options.Device = "auto",
     json: options.Json = False,
 ) -> None:
     """Print layers, bits per weight, bytes, peak memory and the kernel that would run, without reading a weight."""
     quiet_libraries()
+    asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.memory import Workload, memory_plan
 
-    asked = QuantizeOptions(scheme, group_size, tuple(ignore or ()), format, short_last_group=short_last_group)
-    made = asked.plan(model)
-    summary = summarize(made, hardware(device), parse_size(max_shard_size))
+    made, machine = asked.plan(model), hardware(device)
+    held = parse_size(calibration_memory)
+    work = Workload(calibration_windows, calibration_length, machine.platform == "cpu", held)
+    memory = memory_plan(model, made, work, parse_size(max_shard_size))
+    summary = summarize(made, machine, memory)
     if json:
         print_json(summary)
         return
@@ -46,11 +57,14 @@ def plan(
         f"to {summary['bits_per_weight']:.3f} bits per weight. "
         f"Peak memory about {size(summary['peak_bytes'])} beside the interpreter. Kernels for {summary['hardware']}."
     )
+    if len(memory.parts) > 1:
+        parts = ", ".join(f"{size(found)} {what}" for what, found in memory.parts.items())
+        console.print(f"While blocks are calibrated, at most: {parts}.")
     for note in summary["notes"]:
         console.print(f"[yellow]Note:[/] {note}")
 
 
-def summarize(made: Any, device: Any, max_shard_bytes: int) -> dict[str, Any]:
+def summarize(made: Any, device: Any, memory: Any) -> dict[str, Any]:
     """A plan as a JSON object, equal layers of different blocks in one row."""
     from fewbit.spec.element import Element
 
@@ -81,6 +95,7 @@ def summarize(made: Any, device: Any, max_shard_bytes: int) -> dict[str, Any]:
         "bytes_after": made.bytes_after,
         "quantized_share": quantized / made.bytes_before,
         "bits_per_weight": made.bits_per_weight,
-        "peak_bytes": made.peak_bytes(max_shard_bytes),
+        "peak_bytes": memory.peak,
+        "memory": dict(memory.parts),
         "notes": [*made.cautions, *sorted({choice.note for choice in choices.values() if choice.note})],
     }

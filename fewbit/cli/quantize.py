@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fewbit.cli import options
+from fewbit.cli.choices import quantize_options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
+from fewbit.errors import SchemeError
 
 if TYPE_CHECKING:
     from fewbit.models.quantize import QuantizeOptions
@@ -23,10 +25,8 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")] = "fast",
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
-    ] = None,
+    effort: options.Effort = "fast",
+    algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
     mx_scale_rule: options.MxRule = "even",
@@ -37,56 +37,42 @@ def quantize(
     self_samples: options.SelfSamples = None,
     embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
-    transform: options.Transforms = None,
+    transforms: options.Transforms = None,
+    activation_percentile: options.ActivationPercentile = 100.0,
     bits_per_weight: options.BitsPerWeight = None,
     fit: options.Fit = None,
     context: options.Context = 0,
-    candidate: options.Candidates = None,
+    candidates: options.Candidates = None,
     max_kl: options.MaxKl = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
     restart: options.Restart = False,
     keep_statistics: options.KeepStatistics = None,
+    calibration_memory: options.CalibrationMemory = "16GB",
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
+    asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.quantize import QuantizeOptions
-    from fewbit.spec.recipe import ScaleRules
+    from fewbit.models.ranks import joined
 
-    rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
-    asked = QuantizeOptions(
-        scheme=scheme,
-        group_size=group_size,
-        ignore=tuple(ignore or ()),
-        format=format,
-        effort=effort,
-        algorithm=algorithm,
-        settings=options.parse_settings(settings),
-        short_last_group=short_last_group,
-        scale_rules=rules,
-        calibration_text=calibration_text,
-        calibration_windows=calibration_windows,
-        calibration_length=calibration_length,
-        self_samples=self_samples,
-        embeddings=embeddings,
-        kv_cache=kv_cache,
-        transforms=tuple(transform or ()),
-        bits_per_weight=bits_per_weight,
-        fit=fit,
-        context=context,
-        candidates=tuple(candidate or ()),
-    )
-    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
-    _carry_out(model, output, asked, max_kl, json, max_shard_bytes=parse_size(max_shard_size), **how)
+    sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
+    with joined(device) as ranks:
+        how = {"restart": restart, "keep_statistics": keep_statistics, "device": ranks.device, "ranks": ranks}
+        _carry_out(model, output, asked, max_kl, json, **how, **sizes)
 
 
 def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
     """Plans, quantizes and says what came of it; `how` goes to `quantize_checkpoint`."""
-    report = (
-        _run(model, output, asked, json, **how) if max_kl is None else _gated(model, output, asked, max_kl, json, **how)
-    )
+    writes = how["ranks"].writes
+    quiet = json or not writes
+    if max_kl is None:
+        report = _run(model, output, asked, quiet, **how)
+    else:
+        report = _gated(model, output, asked, max_kl, quiet, **how)
+    if not writes:
+        return
     if json:
         print_json(report | {"output": str(output)})
         return
@@ -109,6 +95,7 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
             made, calibration = prepare(model, asked, how["device"], advance)
         if not quiet:
             print_budget(made.budget or {})
+    made, calibration = how["ranks"].first((made, calibration))  # a sum on a GPU may end differently on each
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
         return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
 
@@ -116,6 +103,9 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
 def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report of a run that had to stay within a divergence."""
     from fewbit.evaluation.gate import quantize_within
+
+    if how["ranks"].count > 1:
+        raise SchemeError("--max-kl measures whole models in one process.", "Start it without torchrun.")
 
     def stage(label: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
         return progress(label, total, quiet)
@@ -131,7 +121,7 @@ def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, qui
 def print_budget(budget: Mapping[str, Any]) -> None:
     """The frontier that a bit budget saw, and what it chose."""
     rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
-    console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))
+    console.print(table("Frontier", dict.fromkeys(("bits per weight", "least predicted KL"), "right"), rows))
     chosen = ", ".join(f"{key} {share:.1%}" for key, share in budget["keys"].items())
     console.print(
         f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "

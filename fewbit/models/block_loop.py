@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.checkpoints.unit_folder import FinishedUnit
 from fewbit.checkpoints.work_folder import WorkFolder
-from fewbit.errors import ModelError
-from fewbit.models.block_stream import BlockStream, Output
+from fewbit.errors import ModelError, OutputError
+from fewbit.models.block_stream import MOST_HELD, BlockStream, Output
 from fewbit.models.calibration import Calibration
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
@@ -29,6 +31,7 @@ from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.outcome import outcome_of
 from fewbit.models.plan import Plan, stated_config
+from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.replace import tensor_slot
 from fewbit.models.solver import LayerSolver
 from fewbit.models.statistics import BlockStatistics, StatisticsStore
@@ -52,6 +55,9 @@ def plan_needs_calibration(plan: Plan) -> bool:
 class Run:
     """The state of one pass over a checkpoint.
 
+    Of several processes each carries a share of the calibration windows and solves a share of the layers; the first
+    writes.
+
     Attributes:
         units: stored tensors by the block they belong to, in order; the key of those outside every block is empty.
     """
@@ -64,8 +70,10 @@ class Run:
         progress: Progress,
         device: torch.device,
         store: StatisticsStore | None = None,
+        most_held: int = MOST_HELD,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.store = store
+        self.store, self.most_held, self.ranks = store, most_held, ranks
         self.plan, self.calibration, self.progress, self.device = plan, calibration, progress, device
         self.checkpoint: CheckpointFormat = formats()[plan.recipe.format]
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
@@ -89,11 +97,16 @@ class Run:
         Calibration is carried through the finished blocks once more, with the weights that they were given: a forward
         pass each, which costs less than to keep the states of all windows on disk after every block.
         """
-        finished = work.finished()
+        counts = self.ranks.everyones(work.finished())
+        finished = counts[0]
+        if any(count != finished for count in counts):
+            raise OutputError(f"Not every process sees {work.path}.", "Write to a place that all of them share.")
         stream = self._stream() if finished < len(self.units) else None
         for number, (block, names) in enumerate(self.units.items()):
             if number >= finished:
-                work.add(*self._unit(stream, block))
+                tensors, facts = self._unit(stream, block)
+                if self.ranks.writes:
+                    work.add(tensors, facts)
             elif stream is not None and block:
                 self.transforms.enter(stream, block)
                 stream.replay(block, self._finished_weights(block, work.unit(number)))
@@ -111,6 +124,8 @@ class Run:
             written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
         elif block and stream is not None:
             written = self._through(stream, block)
+        if not self.ranks.writes:
+            return {}, {}
         tensors: dict[str, Tensor] = {}
         made: dict[str, list[str]] = {}
         outcomes = []
@@ -155,8 +170,9 @@ class Run:
     def _stream(self) -> BlockStream | None:
         if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
             return None
-        windows = self.calibration.windows.to(self.device)
-        return BlockStream(self.model, self.partial.filled, windows, reference=self.algorithm.refines_blocks)
+        windows = self.ranks.share(self.calibration.windows).to(self.device)
+        how = {"reference": self.algorithm.refines_blocks, "most_held": self.most_held, "ranks": self.ranks}
+        return BlockStream(self.model, self.partial.filled, windows, **how)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
         """Carries calibration through a block and quantizes its layers by what it shows.
@@ -170,7 +186,7 @@ class Run:
         written: dict[str, WrittenLayer] = {}
         seen: dict[str, InputStatistics] = {}
         self.solver.seen = seen
-        stream.watch = self.watch = CacheWatch()
+        stream.watch = CacheWatch()
 
         def finish(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
             found = self._written(results)
@@ -178,7 +194,7 @@ class Run:
             return {name: one.weight(self.device) for name, one in found.items()}
 
         def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
-            results = self.solver.solve(names, statistics)
+            results = self._solve_together(names, statistics)
             seen.update(dict.fromkeys(names, statistics))
             return finish(results)
 
@@ -194,9 +210,21 @@ class Run:
             stream.solve(block, inside, solve)
         else:
             seen.update(stream.gather(block, inside))
-            for name, statistics in seen.items():
+            for name, statistics in seen.items() if self.ranks.writes else ():
                 written |= self._written(self.solver.solve([name], statistics))
+        self.watch = CacheWatch(self.ranks.largest(stream.watch.largest))
         return written
+
+    def _solve_together(self, names: list[str], statistics: InputStatistics) -> dict[str, LayerResult]:
+        """Layers that read one input, each solved by one process."""
+        sizes = [prod(self.layers[name].shape) for name in names]
+        own = [names[index] for index in self.ranks.own(sizes)]
+        found = self.solver.solve(own, statistics) if own else {}
+        if self.ranks.count == 1:
+            return found
+        onto = {name: replace(result, record=result.record.to("cpu")) for name, result in found.items()}
+        results = {name: result for one in self.ranks.everyones(onto) for name, result in one.items()}
+        return {name: replace(results[name], record=results[name].record.to(self.device)) for name in names}
 
     def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
         """Quantizes the layers of a block by statistics that were kept."""
@@ -231,6 +259,7 @@ class Run:
         record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
         if record is not None:
             record["inputs"] = "as quantized layers put them out" if self.store is None else "of the unquantized model"
+            record |= {"processes": self.ranks.count} if self.ranks.count > 1 else {}
         return Recipe(**{**vars(self.plan.recipe), "calibration": record})
 
     def kept(self) -> list[str]:

@@ -16,6 +16,7 @@ from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.passes import HeldPasses, LiveBytes, RepeatedPasses
+from fewbit.models.ranks import ALONE, Ranks
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
 """Names of layers that read one input, and its statistics -> what their weights have become, [N, K] each."""
@@ -29,6 +30,7 @@ Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
 StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 """Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
+BATCH = 4
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
@@ -45,6 +47,7 @@ class BlockStream:
         batch: windows that pass together.
         reference: whether the states of the unquantized model are carried beside those of the quantized one.
         most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
+        ranks: the processes that carry the other windows.
 
     Attributes:
         watch: sees what the block at hand would cache, while it is set.
@@ -55,11 +58,12 @@ class BlockStream:
         model: PreTrainedModel,
         filled: Callable[[str], Any],
         windows: Tensor,
-        batch: int = 4,
+        batch: int = BATCH,
         reference: bool = False,
         most_held: int = MOST_HELD,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.filled, self.most_held = model, filled, most_held
+        self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
@@ -102,7 +106,7 @@ class BlockStream:
                 for index in range(len(self.states)):
                     self.states[index] = self._forward(block, path, index)
                     met.clear()
-        return {name: found[name] if name in found else InputStatistics.empty() for name in layers}
+        return self.ranks.totals({name: found.get(name) or InputStatistics.empty() for name in layers})
 
     def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Carries the states through a block whose new weights are known.
@@ -153,12 +157,13 @@ class BlockStream:
             for index, state in enumerate(self.reference):
                 self.reference[index] = self._forward(block, path, index, state)
             groups, held = self._shared_inputs(block, path, layers)
+            groups = self.ranks.first(groups)
             kind = RepeatedPasses if held * len(self.states) > self.most_held else HeldPasses
             passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups)
             with self._before_each(layers, passes.stop):
-                while (group := passes.waiting()) is not None:
-                    statistics = passes.statistics(group)
-                    assert statistics is not None
+                while (group := self.ranks.earliest(passes.waiting())) is not None:
+                    features = self.model.get_submodule(layers[groups[group][0]]).in_features
+                    statistics = self.ranks.total(passes.statistics(group), features)
                     for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
                     passes.final.update(groups[group])
@@ -221,8 +226,10 @@ class BlockStream:
             held = max(held, alive.live)
             met.append((weakref.ref(x), [name]))
 
+        watch, self.watch = self.watch, None  # the weights are not what caches will see
         with self._before_each(layers, meet), alive:
             self._forward(block, path, 0)
+        self.watch = watch
         found = [names for _, names in met]
         known = {name for names in found for name in names}
         return found + [[name] for name in layers if name not in known], held

@@ -13,14 +13,17 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.block_loop import Run, plan_needs_calibration
+from fewbit.models.block_stream import MOST_HELD
 from fewbit.models.calibration import Calibration
 from fewbit.models.export import report_of, write_config, write_output
 from fewbit.models.fingerprint import fingerprint_of
 from fewbit.models.load import Progress
 from fewbit.models.plan import Plan
+from fewbit.models.ranks import ALONE, Ranks
 from fewbit.models.report_facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report_files import write_report
 from fewbit.models.statistics import StatisticsStore
+from fewbit.models.transforms.registry import of_recipe
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
@@ -38,6 +41,8 @@ def quantize_checkpoint(
     device: str = "cpu",
     restart: bool = False,
     keep_statistics: str | Path | None = None,
+    calibration_memory: int = MOST_HELD,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Quantizes the checkpoint in `source` into a new folder `output`.
 
@@ -53,11 +58,16 @@ def quantize_checkpoint(
         restart: whether what an earlier run has finished is thrown away.
         keep_statistics: folder for the statistics of the unquantized model's layers, gathered unless they are there;
             layers are then quantized by these, and no hidden states are carried through quantized layers.
+        calibration_memory: bytes of activations that may be held between the layers of a block; beyond, they are
+            computed again, with the same result.
+        ranks: the processes that do this together, from `ranks.joined`; all make this call.
 
     Returns:
-        The report, which is also written to the folder (see `write_report`), and the seconds that this call took.
+        The report, which is also written to the folder (see `write_report`), and the seconds that this call took;
+        nothing in processes that do not write.
 
     Raises:
+        SchemeError: the algorithm cannot do with kept statistics, or with several processes.
         ModelError: calibration is needed and missing, or the model cannot be run block by block.
         CheckpointError: a weight holds NaN or infinity.
         OutputError: the output exists or cannot be written, or what an earlier run has finished of it was made from
@@ -65,26 +75,63 @@ def quantize_checkpoint(
     """
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
+    _check_shared(plan, keep_statistics, ranks)
     started, source = time.monotonic(), Path(source)
-    earlier, report_file = WorkFolder(output), Path(output) / REPORT_FILE
-    if earlier.is_published() and report_file.is_file():  # all that was left to an earlier run was to clear up
-        earlier.remove()
-        return json.loads(report_file.read_text()) | {"seconds": 0.0}
+    earlier = ranks.first(_published(output) if ranks.writes else None)
+    if earlier is not None:
+        return earlier | {"seconds": 0.0}
+    made_for = (source, plan, calibration, progress or (lambda _: None), torch.device(device))
+    if not ranks.writes:
+        ranks.first(None)  # the work folder has been begun
+        Run(*made_for, most_held=calibration_memory, ranks=ranks).quantize(WorkFolder(output))
+        return {}
     with work_folder(output, restart) as work:
         store = _statistics(source, plan, calibration, device, keep_statistics)
-        run = Run(source, plan, calibration, progress or (lambda _: None), torch.device(device), store)
-        recipe = run.recipe()
-        fingerprint = {"recipe": json.loads(recipe.to_json())} | fingerprint_of(run.folder.source, run.device)
-        work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
-        run.quantize(work)
-        with work.staged() as staging:
-            units = list(run.units.values())
-            written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
-            write_config(source, staging, run.config(), plan.unties)
-            (staging / RECIPE_FILE).write_text(recipe.to_json())
-            report = report_of(plan, recipe, facts, run.kept(), written)
-            write_report(staging, report)
+        run = Run(*made_for, store=store, most_held=calibration_memory, ranks=ranks)
+        report = _finish(run, work, source, max_shard_bytes)
     return report | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _finish(run: Run, work: WorkFolder, source: Path, max_shard_bytes: int) -> dict[str, Any]:
+    """Finishes all units and writes the folder that people get; the report."""
+    recipe, plan = run.recipe(), run.plan
+    fingerprint = {"recipe": json.loads(recipe.to_json()), "processes": run.ranks.count}
+    fingerprint |= fingerprint_of(run.folder.source, run.device)
+    work.begin(fingerprint, "Go on with what it was begun with, start afresh with --restart, or write elsewhere.")
+    run.ranks.first(None)
+    run.quantize(work)
+    with work.staged() as staging:
+        units = list(run.units.values())
+        written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
+        write_config(source, staging, run.config(), plan.unties)
+        (staging / RECIPE_FILE).write_text(recipe.to_json())
+        report = report_of(plan, recipe, facts, run.kept(), written)
+        write_report(staging, report)
+    return report
+
+
+def _published(output: str | Path) -> dict[str, Any] | None:
+    """The report of an earlier run to which all that was left was to clear up; None where there was none."""
+    work, report = WorkFolder(output), Path(output) / REPORT_FILE
+    if not work.is_published() or not report.is_file():
+        return None
+    work.remove()
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def _check_shared(plan: Plan, keep_statistics: str | Path | None, ranks: Ranks) -> None:
+    if ranks.count == 1:
+        return
+    if keep_statistics is not None:
+        raise SchemeError("Kept statistics are gathered by one process.", "Start it without torchrun.")
+    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+        raise SchemeError(
+            f"{plan.recipe.algorithm} tunes blocks in one process.", "Start it without torchrun, or use gptq."
+        )
+    observing = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
+    if observing:
+        raise SchemeError(f"{observing[0]} watches all windows in one process.", "Start it without torchrun.")
 
 
 def _statistics(
@@ -103,6 +150,11 @@ def _statistics(
     if plan.recipe.transforms:
         raise SchemeError(
             "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
+        )
+    if plan.recipe.transforms:
+        raise SchemeError(
+            "Kept statistics are of the weights as they are, not of transformed ones.",
+            "Leave --transform or --keep-statistics out.",
         )
     store = StatisticsStore(folder)
     store.complete(source, calibration, device)

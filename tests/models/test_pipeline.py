@@ -23,6 +23,7 @@ from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import LinearKey, Rule, Scheme
 from fewbit.spec.presets import PRESETS
 from fewbit.spec.recipe import Recipe
+from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model
 
 IDS = torch.arange(16)[None]
@@ -122,6 +123,23 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
         assert tensors[f"{name}.input_scale"].item() == pytest.approx(seen[name] / 448, rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+def test_static_activation_scales_can_leave_out_the_largest(source: Path, tmp_path: Path, scheme: str) -> None:
+    sizes = {"calibration_windows": 4, "calibration_length": 64}
+    quantize(source, tmp_path / "all", scheme, **sizes)
+    quantize(source, tmp_path / "most", scheme, activation_percentile=99.0, **sizes)
+    largest = load_file(tmp_path / "all" / "model.safetensors")
+    most = load_file(tmp_path / "most" / "model.safetensors")
+    scales = [name for name in largest if name.endswith(("input_scale", "input_global_scale"))]
+    assert len(scales) == 14
+    for name in scales:
+        ratio = (most[name] / largest[name]).item()
+        ratio = 1 / ratio if name.endswith("global_scale") else ratio  # stored as a divisor
+        assert 0.2 < ratio < 0.9
+    assert Recipe.from_json((tmp_path / "most" / "fewbit_recipe.json").read_text()).activation_percentile == 99.0
+    assert verify(tmp_path / "most", source).passed
 
 
 def test_joined_projections_share_their_global_scale(source: Path, tmp_path: Path) -> None:
@@ -245,7 +263,7 @@ def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fewbit.checkpoints.output.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         quantize(source, tmp_path / "q", "W4A16", group_size=32)
     assert list(tmp_path.iterdir()) == []
@@ -306,3 +324,43 @@ def test_peak_memory_is_one_block_and_one_shard(tmp_path: Path) -> None:
     assert block < 17_000_000 and whole > 300_000_000
     assert growth <= block + shard + predicted - block - shard, f"grew {growth}, predicted {predicted}"
     assert growth < whole / 3
+
+
+CALIBRATED = """
+import resource, sys
+from pathlib import Path
+import torch
+from fewbit.models.memory import Workload, memory_plan
+from fewbit.models.pipeline import quantize_checkpoint
+from fewbit.models.quantize import QuantizeOptions, calibration_for
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+source, output, held = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+asked = QuantizeOptions(
+    "W4A16", 64, algorithm="gptq", settings={"sweeps": 1}, calibration_windows=64, calibration_length=128
+)
+plan = asked.plan(source)
+calibration = calibration_for(source, plan, asked)
+torch.linalg.solve_triangular(torch.linalg.cholesky_ex(torch.eye(600))[0], torch.eye(600), upper=False)
+before = peak()
+quantize_checkpoint(source, output, plan, calibration=calibration, max_shard_bytes=10**7, calibration_memory=held)
+print(peak() - before, memory_plan(source, plan, Workload(64, 128, most_held=held), 10**7).peak)
+"""
+
+
+def test_calibration_stays_in_the_memory_that_was_planned(tmp_path: Path) -> None:
+    """Half of what is planned may be headroom, but not more; and with less to hold, less is used."""
+    source = save_tiny_model(
+        tmp_path / "model", hidden_size=384, intermediate_size=1152, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=6, head_dim=64,
+    )  # fmt: skip
+    found = {}
+    for held in (10**10, 1):
+        command = [sys.executable, "-c", CALIBRATED, str(source), str(tmp_path / f"q{held}"), str(held)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        growth, planned = map(int, printed.split())
+        assert planned / 3 < growth <= planned
+        found[held] = growth
+    assert found[1] < found[10**10]
+    assert hashes(tmp_path / "q1") == hashes(tmp_path / f"q{10**10}")
