@@ -20,6 +20,12 @@ void dense_rows(const Job& job, int64_t row, const float* input, char* y) {
   unroll<count>([&](auto i) FEWBIT_LAMBDA { sums[i] = Vector::zero(); });
   const int64_t whole = weight.columns / Vector::kLanes * Vector::kLanes;
   for (int64_t k = 0; k < whole; k += Vector::kLanes) {
+    // The rows after these, a line of memory at a time: the prefetchers of the hardware lose track of several rows.
+    if (k % (64 / 2) == 0) {
+      unroll<count>([&](auto i) FEWBIT_LAMBDA {
+        __builtin_prefetch(from + (count + i) * stride + k * bytes_of(job.dtype));
+      });
+    }
     const auto x = Vector::load_floats(input + k);
     unroll<count>([&](auto i) FEWBIT_LAMBDA {
       const auto w = load_as_floats<Vector>(from + i * stride + k * bytes_of(job.dtype), job.dtype);

@@ -1,5 +1,6 @@
 #include "avx512.h"
 #include "decode_step.h"
+#include "experts.h"
 #include "linear.h"
 
 namespace fewbit {
@@ -10,12 +11,16 @@ void dense_blocks_avx512(const Job& job, Range blocks) { dense_blocks<Avx512>(jo
 void decode_avx512(const Decoder& decoder, const Step& step, const Kernels& kernels) {
   decode<Avx512>(decoder, step, kernels);
 }
+void experts_avx512(const Experts& given, const Routing& routing, const Kernels& kernels) {
+  experts<Avx512>(given, routing, kernels);
+}
 
 extern const Kernels kAvx512Kernels{linear_avx512,
                                   linear_blocks_avx512,
                                   integer_linear<Avx512>,
                                   integer_linear_blocks<Avx512>,
                                   dense_blocks_avx512,
-                                  decode_avx512};
+                                  decode_avx512,
+                                  experts_avx512};
 
 }  // namespace fewbit

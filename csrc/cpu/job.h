@@ -72,6 +72,8 @@ struct Rounding {
 
 struct Decoder;
 struct Step;
+struct Experts;
+struct Routing;
 
 // Consecutive items, blocks of output features for one.
 struct Range {
@@ -87,6 +89,7 @@ struct Kernels {
   void (*integer_linear_blocks)(const Job&, const Rounding&, Range);
   void (*dense_blocks)(const Job&, Range);
   void (*decode)(const Decoder&, const Step&, const Kernels&);
+  void (*experts)(const Experts&, const Routing&, const Kernels&);
 };
 
 }  // namespace fewbit

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "decoder.h"
+#include "experts.h"
 #include "prepared.h"
 #include "threads.h"
 
@@ -106,4 +107,11 @@ FEWBIT_EXPORT int32_t fewbit_cpu_decode(const fewbit::Decoder* decoder, const fe
                                         int32_t instruction_set) {
   return fewbit::guarded(instruction_set,
                          [&](const fewbit::Kernels& kernels) { kernels.decode(*decoder, *step, kernels); });
+}
+
+// Tokens through the experts that were chosen for them.
+FEWBIT_EXPORT int32_t fewbit_cpu_experts(const fewbit::Experts* experts, const fewbit::Routing* routing,
+                                         int32_t instruction_set) {
+  return fewbit::guarded(instruction_set,
+                         [&](const fewbit::Kernels& kernels) { kernels.experts(*experts, *routing, kernels); });
 }

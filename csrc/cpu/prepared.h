@@ -25,7 +25,7 @@ struct LinearLayer {
 };
 
 // Plain numbers that describe a prepared weight: an int64 array that is made once for each layer.
-enum Shape { kRows, kColumns, kGroups, kGroupSlots, kGroupFeatures, kElement, kScaleDtype, kZero, kFactorBits };
+enum Shape { kRows, kColumns, kGroups, kGroupSlots, kGroupFeatures, kElement, kScaleDtype, kZero, kFactorBits, kShapeSize };
 
 inline float float_of(int64_t bits) {
   const int32_t low = static_cast<int32_t>(bits);

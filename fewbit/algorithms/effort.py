@@ -1,28 +1,61 @@
-"""Presets of effort: which algorithm a scheme gets where the user names none.
+"""Presets of effort: which algorithm and which transformations a scheme gets where the user names none.
 
 Chosen by measurement on SmolLM2-135M; `docs/quality.md` has the figures.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fewbit.errors import SchemeError, closest
+from fewbit.spec.key import LinearKey
 from fewbit.spec.scheme import Scheme
 
 EFFORTS = ("fast", "balanced", "best")
 
-_NARROW = {"fast": "round_to_nearest", "balanced": "gptq", "best": "sign_round"}
-_WIDE = {"fast": "round_to_nearest", "balanced": "round_to_nearest", "best": "gptq"}
+
+@dataclass(frozen=True)
+class Means:
+    """What an effort means for a scheme.
+
+    Attributes:
+        algorithm: name of what chooses the codes.
+        transforms: names of what comes before, in order.
+    """
+
+    algorithm: str
+    transforms: tuple[str, ...] = ()
 
 
-def algorithm_for(effort: str, scheme: Scheme) -> str:
-    """Name of the algorithm that `effort` means for `scheme`.
+_FAST = Means("round_to_nearest")
+_NARROW = {"balanced": Means("gptq"), "best": Means("sign_round")}
+_FLOATS = {"balanced": Means("gptq"), "best": Means("gptq")}
+_INTEGERS = {"balanced": Means("round_to_nearest"), "best": Means("gptq")}
+_SMOOTHED = {
+    "balanced": Means("round_to_nearest", ("smoothquant",)),
+    "best": Means("gptq", ("smoothquant",)),
+}
 
-    Eight bits leave little to win, so that `balanced` reads no data for them.
+
+def means_for(effort: str, scheme: Scheme) -> Means:
+    """What `effort` means for `scheme`.
+
+    Weights of 8-bit integers leave little to win, and `balanced` reads no data for them unless activations are 8-bit
+    integers too: there outliers are what costs, and SmoothQuant moves them into the weights.
 
     Raises:
         SchemeError: the effort is unknown.
     """
     if effort not in EFFORTS:
         raise SchemeError(f"Unknown effort {effort!r}.", closest(effort, EFFORTS))
-    narrow = any(rule.key.weight.element.bits < 8 for rule in scheme.rules)
-    return (_NARROW if narrow else _WIDE)[effort]
+    if effort == "fast":
+        return _FAST
+    if any(key.weight.element.bits < 8 for key in scheme.keys):
+        return _NARROW[effort]
+    if not all(key.weight.element.is_integer for key in scheme.keys):
+        return _FLOATS[effort]
+    return (_SMOOTHED if any(_rounds_inputs_to_integers(key) for key in scheme.keys) else _INTEGERS)[effort]
+
+
+def _rounds_inputs_to_integers(key: LinearKey) -> bool:
+    return key.activation is not None and key.activation.element.is_integer

@@ -20,6 +20,9 @@ from torch import Tensor
 LARGEST_PALEY = 512
 """Order up to which Paley's matrices are looked for: they are multiplied out, Sylvester's are split."""
 
+CHUNK_NUMBERS = 1 << 22
+"""Numbers that are rotated at a time: their float64 copies stay small beside an embedding."""
+
 LARGEST_FACTOR = 64
 """Order of the largest factor of Sylvester's matrix; larger ones are Kronecker products of several."""
 
@@ -39,16 +42,23 @@ class Orthogonal:
     note: str
 
     def apply(self, x: Tensor) -> Tensor:
-        """x R, float64, for x [..., order]."""
-        shape = x.shape
-        rows = (x.double() * self.signs.to(x.device)).reshape(-1, shape[-1])
-        done = 1
+        """x R, computed in float64, for x [..., order]; float32 unless x is float64."""
+        rows = x.reshape(-1, x.shape[-1])
+        rotated = torch.empty(rows.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        step = max(1, CHUNK_NUMBERS // x.shape[-1])
+        for first in range(0, len(rows), step):
+            rotated[first : first + step] = self._rotated(rows[first : first + step])
+        return rotated.reshape(x.shape)
+
+    def _rotated(self, rows: Tensor) -> Tensor:
+        width, done = rows.shape[-1], 1
+        rows = rows.double() * self.signs.to(rows.device)
         for factor in self.factors:
             order = len(factor)
-            parts = rows.reshape(-1, done, order, shape[-1] // (done * order))
-            rows = torch.einsum("adob,op->adpb", parts, factor.to(x.device)).reshape(len(rows), -1)
+            parts = rows.reshape(-1, done, order, width // (done * order))
+            rows = torch.einsum("adob,op->adpb", parts, factor.to(rows.device)).reshape(-1, width)
             done *= order
-        return rows.reshape(shape)
+        return rows
 
 
 def random_orthogonal(order: int, generator: torch.Generator) -> Orthogonal:

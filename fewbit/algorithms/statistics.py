@@ -11,6 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SAMPLE_EVERY = 8
+"""One row in so many is counted in the histogram of magnitudes."""
+
+HISTOGRAM_SHIFT = 18
+"""Bits of a float32 magnitude that the histogram drops: 5 bits of its fraction are left, bins 2 to 3 % wide."""
+
 GRAM_PANEL = 192
 """Columns per panel of a Gram matrix: only panels on and above the diagonal are multiplied, nearly half of the work."""
 
@@ -25,12 +31,15 @@ class InputStatistics:
         products: sum of the outer products of the rows, float32 [K, K], panels on and above the diagonal; None where it
             is not gathered.
         magnitudes: sum of the magnitudes of each feature, float32 [K]; None where it is not gathered.
+        histogram: how many magnitudes of the sampled rows have which leading bits, int64 [8192]; None where no row was
+            seen.
     """
 
     largest: Tensor
     tokens: int = 0
     products: Tensor | None = None
     magnitudes: Tensor | None = None
+    histogram: Tensor | None = None
 
     @classmethod
     def empty(cls, features: int | None = None, device: str | torch.device = "cpu") -> InputStatistics:
@@ -63,7 +72,12 @@ class InputStatistics:
         if not largest.isfinite():
             raise ValueError("calibration produced NaN or infinity")
         self.largest = torch.maximum(self.largest, largest)
+        # Counted from the row after the last one, so that it does not matter how rows come in batches.
+        sampled = sizes[-self.tokens % SAMPLE_EVERY :: SAMPLE_EVERY].float()
         self.tokens += rows.shape[0]
+        bins = (sampled.view(torch.int32) >> HISTOGRAM_SHIFT).flatten()
+        counts = torch.bincount(bins, minlength=1 << 31 - HISTOGRAM_SHIFT).cpu()
+        self.histogram = counts if self.histogram is None else self.histogram + counts
         if self.products is None or self.magnitudes is None:
             return
         self.magnitudes += sizes.sum(dim=0, dtype=torch.float32)
@@ -73,6 +87,22 @@ class InputStatistics:
         for start in range(0, rows.shape[1], GRAM_PANEL):
             panel = self.products[start : start + GRAM_PANEL, start:]
             panel.addmm_(rows[:, start : start + GRAM_PANEL].T, rows[:, start:])
+
+    def percentile(self, percent: float) -> Tensor:
+        """The magnitude below which `percent` of all entries of the sampled rows are, float32 []; 100 is the largest.
+
+        It is the upper end of the histogram's bin, so it is up to 3 % above; it is never above the largest.
+
+        Raises:
+            ValueError: no row was seen.
+        """
+        if percent >= 100:
+            return self.largest
+        if self.histogram is None or not int(self.histogram.sum()):
+            raise ValueError("no calibration token reached this layer")
+        reached = self.histogram.cumsum(0).double() >= percent / 100 * float(self.histogram.sum())
+        upper = ((reached.to(torch.int8).argmax() + 1).to(torch.int32) << HISTOGRAM_SHIFT).view(torch.float32)
+        return torch.minimum(upper, self.largest)
 
     @property
     def gram(self) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from fewbit.errors import SchemeError, closest
 from fewbit.spec.hardware import Hardware, device
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from fewbit.kernels.select import Preference
+    from fewbit.models.quantize import QuantizeOptions
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _ALIASES = {
@@ -37,6 +39,39 @@ def torch_dtype(name: str) -> torch.dtype | None:
     if canonical not in _DTYPES:
         raise SchemeError(f"Unknown dtype {name!r}.", closest(name, _DTYPES))
     return None if canonical == "auto" else getattr(torch, canonical)
+
+
+def quantize_options(given: Mapping[str, Any]) -> QuantizeOptions:
+    """The options of quantizing among a command's arguments, which are called as the fields are.
+
+    Raises:
+        SchemeError: a setting cannot be read, or a scale rule is unknown.
+    """
+    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.spec.recipe import ScaleRules
+
+    known = [field.name for field in fields(QuantizeOptions)]
+    values = {name: given[name] for name in known if given.get(name) is not None}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    values["settings"] = parse_settings(given.get("settings"))
+    if "integer_scale_rule" in given:
+        values["scale_rules"] = ScaleRules(given["integer_scale_rule"], given["mx_scale_rule"])
+    return QuantizeOptions(**values)
+
+
+def parse_settings(given: list[str] | None) -> dict[str, str]:
+    """`name=value` texts as a mapping.
+
+    Raises:
+        SchemeError: a text has no `=`.
+    """
+    parsed = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SchemeError(f"Cannot read the setting {text!r}.", "Write --set name=value.")
+        parsed[name.strip()] = value.strip()
+    return parsed
 
 
 def torch_device(name: str) -> str:

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fewbit.errors import SchemeError
-
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of a model, as save_pretrained writes it, or a .gguf file.")
 ]
@@ -87,7 +85,13 @@ Transforms = Annotated[
         "or NAME:SETTING=VALUE,...; may be repeated.",
     ),
 ]
-Effort = Annotated[str, typer.Option("--effort", help="fast, balanced (GPTQ) or best.")]
+ActivationPercentile = Annotated[
+    float,
+    typer.Option(
+        "--activation-percentile", help="Per cent of an input's magnitudes that its static scale reaches; 100: all."
+    ),
+]
+Effort = Annotated[str, typer.Option("--effort", help="fast (reads no data), balanced or best.")]
 Algorithm = Annotated[
     str | None, typer.Option("--algorithm", help="What chooses the codes, instead of --effort: gptq, ...")
 ]
@@ -139,18 +143,3 @@ Mix = Annotated[
         "--mix", help="Rows of inputs that kernels are chosen for, ROWS or ROWS:WEIGHT; 1:1 4096:0.01 by default."
     ),
 ]
-
-
-def parse_settings(given: list[str] | None) -> dict[str, str]:
-    """`name=value` texts as a mapping.
-
-    Raises:
-        SchemeError: a text has no `=`.
-    """
-    parsed = {}
-    for text in given or ():
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise SchemeError(f"Cannot read the setting {text!r}.", "Write --set name=value.")
-        parsed[name.strip()] = value.strip()
-    return parsed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fewbit.cli import options
-from fewbit.cli.choices import hardware
+from fewbit.cli.choices import hardware, quantize_options
 from fewbit.cli.output import console, print_json, quiet_libraries, size, table
 
 
@@ -20,7 +20,9 @@ def plan(
     short_last_group: options.ShortLastGroup = False,
     calibration_windows: options.CalibrationWindows = 32,
     calibration_length: options.CalibrationLength = 512,
+    embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
+    transforms: options.Transforms = None,
     calibration_memory: options.CalibrationMemory = "16GB",
     max_shard_size: options.ShardSize = "5GB",
     device: options.Device = "auto",
@@ -28,14 +30,10 @@ def plan(
 ) -> None:
     """Print layers, bits per weight, bytes, peak memory and the kernel that would run, without reading a weight."""
     quiet_libraries()
+    asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
     from fewbit.models.memory import Workload, memory_plan
-    from fewbit.models.quantize import QuantizeOptions
 
-    asked = QuantizeOptions(
-        scheme=scheme, group_size=group_size, ignore=tuple(ignore or ()), format=format, effort=effort,
-        algorithm=algorithm, short_last_group=short_last_group, kv_cache=kv_cache,
-    )  # fmt: skip
     made, machine = asked.plan(model), hardware(device)
     held = parse_size(calibration_memory)
     work = Workload(calibration_windows, calibration_length, machine.platform == "cpu", held)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fewbit.cli import options
+from fewbit.cli.choices import quantize_options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
 from fewbit.errors import SchemeError
 
@@ -36,11 +37,12 @@ def quantize(
     self_samples: options.SelfSamples = None,
     embeddings: options.Embeddings = None,
     kv_cache: options.KvCache = None,
-    transform: options.Transforms = None,
+    transforms: options.Transforms = None,
+    activation_percentile: options.ActivationPercentile = 100.0,
     bits_per_weight: options.BitsPerWeight = None,
     fit: options.Fit = None,
     context: options.Context = 0,
-    candidate: options.Candidates = None,
+    candidates: options.Candidates = None,
     max_kl: options.MaxKl = None,
     device: options.QuantizeDevice = "cpu",
     max_shard_size: options.ShardSize = "5GB",
@@ -51,24 +53,14 @@ def quantize(
 ) -> None:
     """Quantize MODEL into a new folder that stock transformers and vLLM load."""
     quiet_libraries()
+    asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.quantize import QuantizeOptions
     from fewbit.models.ranks import joined
-    from fewbit.spec.recipe import ScaleRules
 
-    rules = ScaleRules(integer_scale_rule, mx_scale_rule)  # type: ignore[arg-type] - it checks the words itself
-    asked = QuantizeOptions(
-        scheme=scheme, group_size=group_size, ignore=tuple(ignore or ()), format=format, effort=effort,
-        algorithm=algorithm, settings=options.parse_settings(settings), short_last_group=short_last_group,
-        scale_rules=rules, calibration_text=calibration_text, calibration_windows=calibration_windows,
-        calibration_length=calibration_length, self_samples=self_samples, embeddings=embeddings,
-        kv_cache=kv_cache, transforms=tuple(transform or ()), bits_per_weight=bits_per_weight, fit=fit,
-        context=context, candidates=tuple(candidate or ()),
-    )  # fmt: skip
-    how = {"device": device, "restart": restart, "keep_statistics": keep_statistics}
     sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
     with joined(device) as ranks:
-        _carry_out(model, output, asked, max_kl, json, **how | {"device": ranks.device, "ranks": ranks}, **sizes)
+        how = {"restart": restart, "keep_statistics": keep_statistics, "device": ranks.device, "ranks": ranks}
+        _carry_out(model, output, asked, max_kl, json, **how, **sizes)
 
 
 def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float | None, json: bool, **how: Any) -> None:
@@ -131,7 +123,7 @@ def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, qui
 def print_budget(budget: Mapping[str, Any]) -> None:
     """The frontier that a bit budget saw, and what it chose."""
     rows = [[f"{one['bits_per_weight']:.3f}", f"{one['predicted_kl']:.5f}"] for one in budget["frontier"]]
-    console.print(table("Least predicted KL by bits per weight", dict.fromkeys(("bits", "KL"), "right"), rows))
+    console.print(table("Frontier", dict.fromkeys(("bits per weight", "least predicted KL"), "right"), rows))
     chosen = ", ".join(f"{key} {share:.1%}" for key, share in budget["keys"].items())
     console.print(
         f"{budget['asked']} Chosen: {budget['bits_per_weight']:.3f} bits per weight, predicted KL "

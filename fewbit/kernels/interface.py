@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -118,8 +118,21 @@ class Prepared:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class LinearKernel(ABC):
-    """One way to run quantized linear layers."""
+class KernelRequest(Protocol):
+    """What a request of any kind tells: its keys and, for messages, the shape of its (first) matrix."""
+
+    @property
+    def key(self) -> LinearKey: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+
+class Kernel(ABC):
+    """What kernels of linear layers and of experts have in common."""
 
     name: ClassVar[str]
     """Unique; what `--disable-kernel` and `explain` call it."""
@@ -139,10 +152,7 @@ class LinearKernel(ABC):
     untested: ClassVar[str] = ""
     """What to tell people where the kernel never ran on such a device, else an empty text."""
 
-    in_compiled_step: ClassVar[bool] = False
-    """Whether the compiled decode step can call it; `compiled_layer` then says how."""
-
-    def numerics(self, request: LinearRequest) -> Numerics:
+    def numerics(self, request: KernelRequest) -> Numerics:
         """What the kernel does with the request's numbers."""
         if self.reference:
             return Numerics.REFERENCE
@@ -151,6 +161,17 @@ class LinearKernel(ABC):
         if self.weight_only and request.key.activation is not None:
             return Numerics.DROPS_ACTIVATION
         return Numerics.KEEPS
+
+    @abstractmethod
+    def refuse(self, request: Any, hardware: Hardware) -> Refusal | None:
+        """Why the kernel will not run the request there; None is consent. Pure; never raises."""
+
+
+class LinearKernel(Kernel):
+    """One way to run quantized linear layers."""
+
+    in_compiled_step: ClassVar[bool] = False
+    """Whether the compiled decode step can call it; `compiled_layer` then says how."""
 
     @abstractmethod
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:

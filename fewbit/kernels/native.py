@@ -32,7 +32,7 @@ class Extension:
 
     Attributes:
         instruction_sets: name -> number, best first, of those that this CPU has.
-        linear, integer_linear, decode: its functions; see `csrc/cpu/library.cpp`.
+        linear, integer_linear, decode, experts: its functions; see `csrc/cpu/library.cpp`.
         has_threads: whether it found an OpenMP runtime; without one it runs on one thread.
     """
 
@@ -40,6 +40,7 @@ class Extension:
     linear: Callable[..., int]
     integer_linear: Callable[..., int]
     decode: Callable[..., int]
+    experts: Callable[..., int]
     has_threads: bool
 
 
@@ -70,12 +71,14 @@ def extension() -> Extension | Absent:
         return Absent("the compiled CPU kernels need AVX2, FMA and F16C, which this CPU lacks")
     library.fewbit_cpu_linear.argtypes = [_POINTER] * 8 + _OPERANDS
     library.fewbit_cpu_integer_linear.argtypes = [_POINTER] * 7 + _OPERANDS + [_POINTER, _INT, _INT, _INT]
-    library.fewbit_cpu_decode.argtypes = [_POINTER, _POINTER, _INT]
+    for function in (library.fewbit_cpu_decode, library.fewbit_cpu_experts):
+        function.argtypes = [_POINTER, _POINTER, _INT]
     return Extension(
         sets,
         library.fewbit_cpu_linear,
         library.fewbit_cpu_integer_linear,
         library.fewbit_cpu_decode,
+        library.fewbit_cpu_experts,
         bool(library.fewbit_cpu_has_threads()),
     )
 
@@ -161,6 +164,11 @@ def call_integer_linear(*arguments: int | None) -> None:
 def call_decode(decoder: int, step: int) -> None:
     """`fewbit_cpu_decode`, of the addresses of its two structures."""
     check(_loaded().decode(decoder, step, instruction_set()))
+
+
+def call_experts(experts: int, routing: int) -> None:
+    """`fewbit_cpu_experts`, of the addresses of its two structures."""
+    check(_loaded().experts(experts, routing, instruction_set()))
 
 
 class LinearLayer(ctypes.Structure):

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from fewbit.errors import KernelError, closest
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Numerics, Refusal
+from fewbit.kernels.interface import Kernel, KernelRequest, Numerics, Refusal
 from fewbit.kernels.oracles.family import Family
 from fewbit.spec.hardware import Hardware
+
+K = TypeVar("K", bound=Kernel)
 
 DEFAULT_MIX: Mapping[int, float] = {1: 1.0, 4096: 0.01}
 """One row at a time, and a prompt of four thousand for every hundred of these."""
@@ -46,27 +49,27 @@ class Preference:
     mix: Mapping[int, float] = field(default_factory=lambda: DEFAULT_MIX, hash=False)
     batch_invariant: bool = False
 
-    def backend_of(self, request: LinearRequest, family: Family) -> str | None:
+    def backend_of(self, request: KernelRequest, family: Family) -> str | None:
         """What was asked for this request: for its key, for its family, or for all."""
         return self.backends.get(str(request.key)) or self.backends.get(family.name) or self.backend
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Generic[K]):
     """What was found of one candidate: its class, why it was refused (None: admissible), its measured cost."""
 
-    kernel: LinearKernel
+    kernel: K
     numerics: Numerics
     refusal: Refusal | None
     cost_us: float | None
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[K]):
     """The kernel that will run, every candidate's verdict, best first, and where their costs come from."""
 
-    kernel: LinearKernel
-    verdicts: tuple[Verdict, ...]
+    kernel: K
+    verdicts: tuple[Verdict[K], ...]
     cost_source: str = ""
 
     @property
@@ -93,12 +96,12 @@ _NOTES = {
 
 
 def choose(
-    request: LinearRequest,
+    request: KernelRequest,
     hardware: Hardware,
-    candidates: Iterable[LinearKernel],
+    candidates: Iterable[K],
     family: Family,
     preference: Preference = Preference(),
-) -> Choice:
+) -> Choice[K]:
     """The kernel for a request on a device.
 
     Args:
@@ -120,7 +123,7 @@ def choose(
         for numerics in Numerics
     }
 
-    def rank(verdict: Verdict) -> tuple[bool, int, float, int, str]:
+    def rank(verdict: Verdict[K]) -> tuple[bool, int, float, int, str]:
         position = family.position(verdict.kernel.backend, hardware.platform)
         cost = verdict.cost_us if measured[verdict.numerics] and verdict.cost_us is not None else 0.0
         return verdict.refusal is not None, verdict.numerics, cost, position, verdict.kernel.name
@@ -131,7 +134,7 @@ def choose(
     return Choice(verdicts[0].kernel, tuple(verdicts), preference.cost_source)
 
 
-def _judge(kernel: LinearKernel, request: LinearRequest, hardware: Hardware, preference: Preference) -> Verdict:
+def _judge(kernel: K, request: KernelRequest, hardware: Hardware, preference: Preference) -> Verdict[K]:
     numerics = kernel.numerics(request)
     return Verdict(
         kernel,
@@ -141,7 +144,7 @@ def _judge(kernel: LinearKernel, request: LinearRequest, hardware: Hardware, pre
     )
 
 
-def _refused_by_user(kernel: LinearKernel, numerics: Numerics, preference: Preference) -> Refusal | None:
+def _refused_by_user(kernel: Kernel, numerics: Numerics, preference: Preference) -> Refusal | None:
     if kernel.name in preference.disabled:
         return Refusal("disabled by request")
     if preference.backend and preference.backend not in (kernel.backend, kernel.name):
@@ -152,7 +155,7 @@ def _refused_by_user(kernel: LinearKernel, numerics: Numerics, preference: Prefe
 
 
 def _no_kernel(
-    request: LinearRequest, hardware: Hardware, verdicts: list[Verdict], preference: Preference
+    request: KernelRequest, hardware: Hardware, verdicts: list[Verdict[Any]], preference: Preference
 ) -> KernelError:
     known = {name for verdict in verdicts for name in (verdict.kernel.backend, verdict.kernel.name)}
     if preference.backend and preference.backend not in known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -105,6 +107,31 @@ class LinearMethod(QuantizeMethodBase):
             raise RuntimeError("process_weights_after_loading has not run on this layer")
         bias = layer.bias
         return layer.choice.kernel.run(x, layer.prepared, None if bias is None else bias.to(x.dtype))
+
+
+class HeldMethod(LinearMethod):
+    """The method of a layer whose record others wait for: it hands the record on instead of preparing it.
+
+    Args:
+        hand_on: called with the layer and its record; `prepare_alone` is for those that nobody takes.
+    """
+
+    def __init__(
+        self,
+        key: LinearKey,
+        placement: Placement,
+        stored: StoredWeights,
+        hand_on: Callable[[QuantizedLinear, QuantizedTensor], None],
+    ) -> None:
+        super().__init__(key, placement, stored)
+        self._hand_on = hand_on
+
+    def use_record(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
+        self._hand_on(layer, record)
+
+    def prepare_alone(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
+        """As a layer of its own."""
+        super().use_record(layer, record)
 
 
 def linear_of(module: nn.Linear, method: LinearMethod) -> QuantizedLinear:

@@ -1,8 +1,9 @@
 """Experts as separate linear layers: what a checkpoint with one layer for each expert runs on.
 
 transformers holds the experts of a block as stacked parameters. A checkpoint that stores each expert's projections on
-their own may quantize each as it likes, so the stack is replaced by one linear layer for each, and each gets the kernel
-its key asks for. Fused kernels for whole stacks are another module's business.
+their own may quantize each as it likes, so the stack is replaced by one linear layer for each. `HeldExperts` waits for
+all of them; where they are alike and a fused kernel takes them, one module replaces them all, else each gets the kernel
+its key asks for.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ import re
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fewbit.errors import ModelError
+from fewbit.methods.base import Placement, StoredWeights
+from fewbit.methods.experts import FusedExperts, fuse_experts
+from fewbit.methods.linear import HeldMethod, QuantizedLinear
 from fewbit.models.names import Merge
+from fewbit.models.replace import replace_submodule
+from fewbit.numerics import QuantizedTensor
+from fewbit.spec.key import LinearKey
 
 
 class UnfusedExperts(nn.Module):
@@ -45,6 +53,51 @@ class UnfusedExperts(nn.Module):
             state = self.down[expert](self.activation(self.gate[expert](state)) * self.up[expert](state))
             total.index_add_(0, tokens, (state * top_k_weights[tokens, position, None]).to(total.dtype))
         return total
+
+
+class HeldExperts:
+    """The records of one `UnfusedExperts` while they are read.
+
+    Args:
+        model: holds the experts.
+        path: of the experts.
+        placement: where they run.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str, placement: Placement) -> None:
+        self._model, self._path, self._placement = model, path, placement
+        experts = model.get_submodule(path)
+        assert isinstance(experts, UnfusedExperts)
+        self._size = 3 * len(experts.gate)
+        self._records: dict[QuantizedLinear, QuantizedTensor] = {}
+
+    def method(self, key: LinearKey, stored: StoredWeights) -> HeldMethod:
+        """The method of one of their layers."""
+        return HeldMethod(key, self._placement, stored, self._take)
+
+    def _take(self, layer: QuantizedLinear, record: QuantizedTensor) -> None:
+        self._records[layer] = record
+        if len(self._records) == self._size:
+            fused = self._fused()
+            if fused is not None:
+                replace_submodule(self._model, self._path, fused)
+                self._records.clear()
+            self.finish()
+
+    def _fused(self) -> FusedExperts | None:
+        experts = self._model.get_submodule(self._path)
+        layers = {name: list(getattr(experts, name)) for name in ("gate", "up", "down")}
+        keys = {layer.key for members in layers.values() for layer in members}
+        if len(keys) > 1:
+            return None
+        records = {name: [self._records[layer] for layer in members] for name, members in layers.items()}
+        return fuse_experts(records, keys.pop(), self._model.config.get_text_config().hidden_act, self._placement)
+
+    def finish(self) -> None:
+        """Prepares, as layers of their own, those that are still held."""
+        for layer, record in self._records.items():
+            layer.method.prepare_alone(layer, record)
+        self._records.clear()
 
 
 _BY_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")

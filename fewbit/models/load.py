@@ -20,6 +20,7 @@ from fewbit.methods.base import Placement, StoredWeights
 from fewbit.methods.embedding import EmbeddingMethod, QuantizedEmbedding, embedding_of
 from fewbit.methods.linear import LinearMethod, linear_of
 from fewbit.models.destinations import Destinations
+from fewbit.models.experts import HeldExperts, UnfusedExperts
 from fewbit.models.joining import Joining, JoinOutcome
 from fewbit.models.joint import ProjectionPart
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
@@ -116,6 +117,7 @@ class _Loader:
         self.stored = stored.renamed(self.destinations.renamed)
         self.report = LoadReport(format=stored.format.name if stored.format else "")
         self.targets: dict[str, str] = {}  # tensor of a quantized module on disk -> parameter of the model
+        self.experts: dict[str, HeldExperts] = {}
         self.pending: dict[str, set[str]] = {}  # quantized module of the model -> its parameters still to come
         self.joining: Joining | None = None
         self.applied = AppliedTransforms()
@@ -160,7 +162,7 @@ class _Loader:
         if plain is None:
             replacement = replace_stack(self.model, path, self.placement, weights)
         elif isinstance(plain, nn.Linear):
-            replacement = linear_of(plain, LinearMethod(described.key, self.placement, weights))
+            replacement = linear_of(plain, self._linear_method(path, described, weights))
         elif isinstance(plain, nn.Embedding):
             replacement = embedding_of(plain, EmbeddingMethod(self.placement, weights))
         else:
@@ -176,6 +178,14 @@ class _Loader:
         self.targets |= parameters
         self.pending[path] = set(parameters.values())
         self.report.layers[module] = described
+
+    def _linear_method(self, path: str, described: StoredLayer, weights: StoredWeights) -> LinearMethod:
+        owner = path.rsplit(".", 2)[0]
+        if not isinstance(submodule(self.model, owner), UnfusedExperts):
+            return LinearMethod(described.key, self.placement, weights)
+        if owner not in self.experts:
+            self.experts[owner] = HeldExperts(self.model, owner, self.placement)
+        return self.experts[owner].method(described.key, weights)
 
     def fill(self, progress: Progress | None, joining: Joining | None = None) -> None:
         """Reads every tensor once, file by file, and processes each quantized module as soon as it is complete."""
@@ -247,7 +257,9 @@ class _Loader:
         set_tensor(self.model, target, value.to(self.placement.device, value.dtype if keep_dtype else slot.dtype))
 
     def finish(self) -> None:
-        """Ties what is tied, moves buffers, and checks that nothing is left on meta."""
+        """Prepares what is still held, ties what is tied, moves buffers, and checks that nothing is left on meta."""
+        for held in self.experts.values():
+            held.finish()
         for name, owner in self.tied.items():
             self._tie(name, owner)
         missing = sorted(name for name, parameter in self.model.named_parameters() if parameter.is_meta)

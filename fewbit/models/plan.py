@@ -169,7 +169,9 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     apart = any(one.unties for one in of_recipe(recipe.transforms))
     unties = tied and (apart or _head(model) in {layer.name for layer in layers if layer.key})
     if apart and tied and f"{_head(model)}.weight" not in stored.folder.headers:
-        after += _embedding_bytes(stored, layers)  # the head gets a weight of its own
+        own = _embedding_bytes(stored, layers)
+        after += own
+        cautions += (f"The rotated head is no longer tied to the embedding: a weight of its own, {own:,} bytes more.",)
     parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
     largest = _largest_block(stored, layers)
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)

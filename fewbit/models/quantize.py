@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fewbit.algorithms.effort import algorithm_for
+from fewbit.algorithms.effort import means_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.output import parse_size
 from fewbit.errors import SchemeError
@@ -45,11 +45,13 @@ class QuantizeOptions:
         group_size: numbers of a row under one scale; -1 for one scale per channel, None for the preset's own.
         ignore: patterns of layers that stay as they are, besides `lm_head`.
         format: checkpoint format to write.
-        effort: `fast`, `balanced` or `best`: which algorithm chooses the codes, where none is named.
+        effort: `fast`, `balanced` or `best`: which algorithm chooses the codes and what is transformed before, where
+            none is named.
         algorithm: what chooses the codes, by name.
         settings: the algorithm's own, by name.
         transforms: equivalent transformations before the codes are chosen, in order: `awq`, `smoothquant`, `rotation`,
             each `name` or `name:setting=value,setting=value`.
+        activation_percentile: per cent of an input's magnitudes that its static scale reaches; 100 is the largest one.
         short_last_group: whether a group size that does not divide K may leave a shorter last group.
         scale_rules: see `ScaleRules`.
         calibration_text: file of text for calibration, or `hub:NAME`, see `read_text`; None for the built-in prose.
@@ -77,6 +79,7 @@ class QuantizeOptions:
     embeddings: str | None = None
     kv_cache: str | None = None
     transforms: tuple[str, ...] = ()
+    activation_percentile: float = 100.0
     bits_per_weight: float | None = None
     fit: str | None = None
     context: int = 0
@@ -99,10 +102,18 @@ class QuantizeOptions:
         if self.embeddings is not None:
             table = LinearKey(preset(self.embeddings).keys[0].weight)
             scheme = replace(scheme, rules=(*scheme.rules, Rule((EMBEDDING,), table)))
-        chosen = algorithm(self.algorithm or algorithm_for(self.effort, scheme), self.settings)
-        transforms = tuple(parse_transform(text).record for text in self.transforms)
+        means = means_for(self.effort, scheme)
+        chosen = algorithm(self.algorithm or means.algorithm, self.settings)
+        named = self.transforms or (() if self.algorithm else means.transforms)
+        transforms = tuple(parse_transform(text).record for text in named)
         return Recipe(
-            scheme, self.format, chosen.name, chosen.settings_by_name, self.scale_rules, transforms=transforms
+            scheme,
+            self.format,
+            chosen.name,
+            chosen.settings_by_name,
+            self.scale_rules,
+            transforms=transforms,
+            activation_percentile=self.activation_percentile,
         )
 
     def budget(self) -> Budget | None:

@@ -47,7 +47,7 @@ class LayerSolver:
         self.layers: dict[str, PlannedLayer] = {layer.name: layer for layer in plan.quantized}
         self.seen: dict[str, InputStatistics] | None = None
         self._algorithm, self._rules, self._folder = algorithm, plan.recipe.scale_rules, folder
-        self._joined, self._device = joined, device
+        self._joined, self._device, self._percentile = joined, device, plan.recipe.activation_percentile
         self._shared: dict[tuple[str, ...], Tensor] = {}
 
     def solve(self, names: list[str], statistics: InputStatistics | None) -> dict[str, LayerResult]:
@@ -86,7 +86,9 @@ class LayerSolver:
                 f"No calibration token reached {task.name}, and its activation scale cannot be known.",
                 "Ignore this layer, or choose a scheme with dynamic activation scales.",
             )
-        scales = static_input_scales(found.largest, task.key.activation)
+        # What stands in for an expert's input knows no more than the largest of its siblings.
+        reached = found.percentile(self._percentile) if found.tokens else found.largest
+        scales = static_input_scales(reached, task.key.activation)
         return replace(result, record=result.record.with_tensors(**scales))
 
     def input_seen(self, layer: PlannedLayer) -> InputSeen:

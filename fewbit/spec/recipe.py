@@ -54,6 +54,7 @@ class Recipe:
         source: name of the model that was quantized; its path is not recorded.
         transforms: equivalent transformations of the weights before their codes were chosen, in order, each with its
             `name` and `settings`. What is stored then stands for the transformed weights, not for the source's.
+        activation_percentile: per cent of an input's magnitudes that its static scale reaches; 100 is the largest one.
     """
 
     scheme: Scheme
@@ -64,6 +65,12 @@ class Recipe:
     calibration: dict[str, Any] | None = None
     source: str = ""
     transforms: tuple[dict[str, Any], ...] = ()
+    activation_percentile: float = 100.0
+
+    def __post_init__(self) -> None:
+        percent = self.activation_percentile
+        if not isinstance(percent, int | float) or not 50 <= percent <= 100:
+            raise SchemeError(f"The activation percentile is {percent!r}.", "Use 50 to 100; 100 is the largest.")
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fewbit.algorithms.effort import EFFORTS, algorithm_for
+from fewbit.algorithms.effort import EFFORTS, means_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
 from fewbit.models.quantize import QuantizeOptions
@@ -13,8 +13,9 @@ from fewbit.spec.presets import PRESETS
 
 @pytest.mark.parametrize("scheme", PRESETS.values(), ids=list(PRESETS))
 def test_more_effort_reads_at_least_as_much_data(scheme) -> None:  # type: ignore[no-untyped-def]
-    chosen = [algorithm(algorithm_for(effort, scheme)) for effort in EFFORTS]
-    data = [one.needs_gram + one.refines_blocks for one in chosen]
+    means = [means_for(effort, scheme) for effort in EFFORTS]
+    chosen = [algorithm(one.algorithm) for one in means]
+    data = [one.needs_gram + one.refines_blocks + len(mean.transforms) for one, mean in zip(chosen, means, strict=True)]
     assert data == sorted(data) and data[0] < data[-1]
 
 
@@ -24,6 +25,15 @@ def test_an_algorithm_that_is_named_wins() -> None:
     assert recipe.algorithm == "scale_search"
     tuned = QuantizeOptions("W4A16", algorithm="gptq", settings={"damping": "0.05"}).recipe()
     assert tuned.settings["damping"] == 0.05 and tuned.settings["act_order"] is True
+
+
+def test_effort_smooths_what_rounds_inputs_to_integers_and_nothing_else() -> None:
+    for name in PRESETS:
+        smoothed = [one["name"] for one in QuantizeOptions(name, effort="balanced").recipe().transforms]
+        assert smoothed == (["smoothquant"] if name == "W8A8" else []), name
+    assert not QuantizeOptions("W8A8", effort="balanced", algorithm="gptq").recipe().transforms
+    asked = QuantizeOptions("W8A8", effort="balanced", transforms=("rotation",)).recipe()
+    assert [one["name"] for one in asked.transforms] == ["rotation"]
 
 
 def test_an_unknown_effort_is_answered_with_the_closest() -> None:

@@ -10,7 +10,7 @@ from fewbit.algorithms.hadamard import paley, random_orthogonal
 
 def matrix(order: int, seed: int = 0) -> torch.Tensor:
     made = random_orthogonal(order, torch.Generator().manual_seed(seed))
-    return made.apply(torch.eye(order))
+    return made.apply(torch.eye(order, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("order", [4, 8, 12, 20, 24, 28, 36, 44, 60, 76, 180])
@@ -44,4 +44,14 @@ def test_the_seed_decides() -> None:
 def test_rows_of_any_shape_are_rotated() -> None:
     made = random_orthogonal(96, torch.Generator().manual_seed(0))
     x = torch.randn(3, 5, 96)
-    torch.testing.assert_close(made.apply(x), x.double() @ matrix(96), rtol=0, atol=1e-12)
+    torch.testing.assert_close(made.apply(x.double()), x.double() @ matrix(96), rtol=0, atol=1e-12)
+    assert torch.equal(made.apply(x), made.apply(x.double()).float())
+    assert torch.equal(made.apply(x.bfloat16()), made.apply(x.bfloat16().double()).float())
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = random_orthogonal(96, torch.Generator().manual_seed(0))
+    x = torch.randn(37, 96)
+    whole = made.apply(x)
+    monkeypatch.setattr("fewbit.algorithms.hadamard.CHUNK_NUMBERS", 500)
+    torch.testing.assert_close(made.apply(x), whole, rtol=0, atol=1e-6)

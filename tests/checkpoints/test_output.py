@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from fewbit.checkpoints import output
 from fewbit.checkpoints.output import ShardWriter, copy_side_files, parse_size, staged_folder
 from fewbit.checkpoints.tensor_files import INDEX, TensorFolder
 from fewbit.errors import CheckpointError, OutputError
@@ -193,7 +192,7 @@ def test_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.Monke
     def full(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(output, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with (
         pytest.raises(OutputError, match=r"No space left on device \(\d+ bytes are free\)"),
         staged_folder(tmp_path / "out") as folder,
@@ -208,7 +207,7 @@ def test_other_errors_of_the_library_are_passed_on(tmp_path: Path, monkeypatch: 
     def broken(*args: object, **kwargs: object) -> None:
         raise SafetensorError("something else")
 
-    monkeypatch.setattr(output, "save_file", broken)
+    monkeypatch.setattr("safetensors.torch.save_file", broken)
     writer = ShardWriter(tmp_path, 10)
     with pytest.raises(OutputError, match="something else"):
         writer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -229,3 +230,26 @@ def test_verify_of_a_damaged_file_is_a_failed_check(cli: Cli, quantized: Path, t
     weights.write_bytes(weights.read_bytes()[:-100])
     found = cli("verify", broken, "--json")
     assert found[0] == 1 and not json.loads(found[1])["passed"]
+
+
+def test_report_measures_and_renders_again(cli: Cli, model: Path, quantized: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(quantized, tmp_path / "q")
+    arguments = ("--against", model, "--windows", 2, "--window-length", 64, "--device", "cpu")
+    made = loads(cli("report", folder, *arguments, "--base-model", "someone/model", "--json"))
+    assert made["quality"]["mean_kl"] > 0 and made["base_model"] == "someone/model"
+    code, out, _ = cli("report", folder)
+    assert code == 0 and f"mean KL divergence, nats: {made['quality']['mean_kl']:.4f}" in out
+    assert "base_model: someone/model" in (folder / "README.md").read_text()
+    code, _, err = cli("report", model)
+    assert code == 2 and "quantization_report.json" in err
+
+
+def test_a_budget_and_a_gate_say_what_they_saw(cli: Cli, model: Path, tmp_path: Path) -> None:
+    asked = ("--calibration-windows", 4, "--calibration-length", 32, "--self-samples", 0)
+    candidates = ("--candidate", "int4:group32:bf16", "--candidate", "int8:channel:bf16")
+    code, out, err = cli("quantize", model, "-o", tmp_path / "b", "--bits-per-weight", 6, *candidates, *asked)
+    assert code == 0, err
+    assert "least predicted KL" in out and "Chosen: 5." in out and "over the whole" in out
+    gate = ("--scheme", "W8A16", "--max-kl", 5)
+    made = loads(cli("quantize", model, "-o", tmp_path / "g", *gate, *asked, "--json"))
+    assert made["gate"]["max_kl"] == 5 and made["quality"]["mean_kl"] < 5

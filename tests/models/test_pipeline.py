@@ -125,6 +125,23 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
         assert tensors[f"{name}.input_scale"].item() == pytest.approx(seen[name] / 448, rel=1e-4)
 
 
+@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+def test_static_activation_scales_can_leave_out_the_largest(source: Path, tmp_path: Path, scheme: str) -> None:
+    sizes = {"calibration_windows": 4, "calibration_length": 64}
+    quantize(source, tmp_path / "all", scheme, **sizes)
+    quantize(source, tmp_path / "most", scheme, activation_percentile=99.0, **sizes)
+    largest = load_file(tmp_path / "all" / "model.safetensors")
+    most = load_file(tmp_path / "most" / "model.safetensors")
+    scales = [name for name in largest if name.endswith(("input_scale", "input_global_scale"))]
+    assert len(scales) == 14
+    for name in scales:
+        ratio = (most[name] / largest[name]).item()
+        ratio = 1 / ratio if name.endswith("global_scale") else ratio  # stored as a divisor
+        assert 0.2 < ratio < 0.9
+    assert Recipe.from_json((tmp_path / "most" / "fewbit_recipe.json").read_text()).activation_percentile == 99.0
+    assert verify(tmp_path / "most", source).passed
+
+
 def test_joined_projections_share_their_global_scale(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path / "q", "NVFP4A16")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
@@ -246,7 +263,7 @@ def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fewbit.checkpoints.output.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         quantize(source, tmp_path / "q", "W4A16", group_size=32)
     assert list(tmp_path.iterdir()) == []

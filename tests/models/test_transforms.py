@@ -175,6 +175,7 @@ def test_a_tied_head_gets_its_own_rotated_weight(source_of: Callable[..., Path],
     plan = QuantizeOptions("W4A16", 32, transforms=("rotation",)).plan(source)
     plain = QuantizeOptions("W4A16", 32).plan(source)
     assert plan.unties and not plain.unties
+    assert "no longer tied" in plan.cautions[-1] and not plain.cautions
     assert plan.bytes_after - plain.bytes_after == tensors["lm_head.weight"].nbytes
     assert not QuantizeOptions("W4A16", 32, transforms=("rotation:stream=false",)).plan(source).unties
 

@@ -72,6 +72,8 @@ def _text_without(field: str) -> str:
         (_text(scale_rules={"fp8": "ceil"}), "scale_rules"),
         (_text(scale_rules=None), "scale_rules"),
         (_text(transforms="awq"), "transforms"),
+        (_text(activation_percentile=20), "percentile"),
+        (_text(activation_percentile="99"), "percentile"),
         (_text(transforms=[{"settings": {}}]), "transforms"),
     ],
 )

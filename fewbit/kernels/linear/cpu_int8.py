@@ -85,7 +85,7 @@ def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
     weight, shape = request.key.weight, (request.rows, request.columns)
     if not weight.element.is_integer:
         yield f"integer weights of at most 8 bits are needed, found {weight.element}"
-    yield from activation_obstacles(request)
+    yield from activation_obstacles(request.key.activation, request.batch_invariant)
     yield from record_obstacles(request, ("order",))
     longest = min(request.columns, weight.granularity.extents(shape)[1])
     if longest > LONGEST_SUM:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels.activation.rounding import covers_all, covers_rows
-from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.obstacles import int8_obstacles
 from fewbit.numerics import QuantizedTensor
 from fewbit.numerics.ranges import divided
@@ -35,14 +34,13 @@ class Rule:
         return cls(not covers_all(key), int(key.element.min), int(key.element.max))
 
 
-def activation_obstacles(request: LinearRequest) -> Iterator[str]:
+def activation_obstacles(key: QuantKey | None, batch_invariant: bool) -> Iterator[str]:
     """Activations that are not symmetric integers of at most 8 bits under one scale per token or for all."""
-    key = request.key.activation
     if key is None:
         yield "no activation key: integer activations are needed"
         return
     yield from int8_obstacles(key, "activations")
-    yield from scale_obstacles(key, request.batch_invariant)
+    yield from scale_obstacles(key, batch_invariant)
     if key.element.min >= 0:
         yield f"activations must be signed, found {key.element}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -61,13 +61,19 @@ def plan_by_table(layout: WeightLayout, tokens: int, device: str) -> Plan:
 
     A layout that was not measured takes the plans of one of the same shape, width and, if possible, kind.
     """
-    for table in tables_of(device):
-        for wanted in _alike(layout):
-            measured = {entry["M"]: Plan(**entry["plan"]) for entry in table.plans if wanted <= entry["layout"].items()}
-            larger = [rows for rows in measured if rows >= tokens]
-            if measured:
-                return measured[min(larger) if larger else max(measured)]
-    return plan_by_rule(layout, tokens)
+    found = (measured_plan(table.plans, layout, tokens) for table in tables_of(device))
+    return next((plan for plan in found if plan is not None), None) or plan_by_rule(layout, tokens)
+
+
+def measured_plan(entries: Iterable[Mapping[str, Any]], layout: WeightLayout, tokens: int) -> Plan | None:
+    """The same from the entries of one table, or None where nothing like the layout was measured."""
+    entries = list(entries)
+    for wanted in _alike(layout):
+        measured = {entry["M"]: Plan(**entry["plan"]) for entry in entries if wanted <= entry["layout"].items()}
+        larger = [rows for rows in measured if rows >= tokens]
+        if measured:
+            return measured[min(larger) if larger else max(measured)]
+    return None
 
 
 def plan_by_rule(layout: WeightLayout, tokens: int) -> Plan:
@@ -84,10 +90,10 @@ def plan_by_rule(layout: WeightLayout, tokens: int) -> Plan:
 
 
 def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
-    if tokens > 64 and (layout.kind != "codes" or layout.operand == "e4m3"):
-        return Plan(128, 128, 8, 3, decodes_first=True)
-    if tokens > 128:
-        return Plan(128, 128, 4 if layout.operand == "int8" else 8, 3)
+    by_rows = not (layout.group or layout.x_group)
+    if tokens > 64:  # sums of groups leave the tensor cores after each, which small blocks hide better
+        blocks = (128, 128) if by_rows and layout.operand == "int8" else (64, 128)
+        return Plan(*blocks, 4, 3, decodes_first=by_rows and layout.operand == "e4m3")
     block_m = next(size for size in (16, 32, 64, 128) if tokens <= size or size == 128)
     blocks = -(-layout.rows // 64)
     programs = min(3 * MULTIPROCESSORS, blocks * layout.units) if blocks < 2 * MULTIPROCESSORS else 0

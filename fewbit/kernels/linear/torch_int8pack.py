@@ -134,7 +134,7 @@ def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
 
 def _integer_obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
     yield from _obstacles(request, hardware)
-    yield from activation_obstacles(request)
+    yield from activation_obstacles(request.key.activation, request.batch_invariant)
 
 
 def _few_rows(request: LinearRequest) -> int:

@@ -90,7 +90,7 @@ def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
         )
     yield from int8_obstacles(request.key.weight, "weights")
     yield from row_scale_obstacles(request)
-    yield from activation_obstacles(request)
+    yield from activation_obstacles(request.key.activation, request.batch_invariant)
     yield from record_obstacles(request)
 
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from fewbit.kernels.oracles.family import Family
+from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
+
+if TYPE_CHECKING:
+    from fewbit.kernels.moe.interface import MoeRequest
+    from fewbit.kernels.select import Preference
+
+
+class Int8MoeBackend(StrEnum):
+    """Backends of INT8 experts."""
+
+    CPU = "cpu"
+    REFERENCE = "reference"
 
 
 class Int8Backend(StrEnum):
@@ -39,3 +52,20 @@ FAMILY = Family(
         "cpu": (Int8Backend.ONEDNN, Int8Backend.CPU, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
     },
 )
+
+MOE_FAMILY = Family("int8_moe", Int8MoeBackend, _covers, {"cpu": (Int8MoeBackend.CPU,)})
+
+
+def select_int8_moe_backend(
+    request: MoeRequest, hardware: Hardware, preference: Preference | None = None
+) -> Int8MoeBackend:
+    """The backend that runs INT8 experts on a device.
+
+    Raises:
+        KernelError: see `select.choose`.
+    """
+    from fewbit.kernels.registry import moe_kernels
+    from fewbit.kernels.select import Preference, choose
+
+    chosen = choose(request, hardware, moe_kernels().values(), MOE_FAMILY, preference or Preference())
+    return Int8MoeBackend(chosen.kernel.backend)

@@ -27,7 +27,7 @@ def quantized(
     """Codes [M, width] of x [M, K] (zeros from K on), float32 scales, and float32 zero points [M] or [] or None.
 
     E2M1 codes come in pairs, uint8 [M, width / 2], the first in the lower half. Scales are [M], or [groups, M] without
-    the scale of the tensor, or the given `input_scale` itself. As numbers, codes come in x's dtype with zero points taken
+    the scale of the tensor, or the given `input_scale` itself. As numbers, codes come in x's dtype, zero points taken
     away and scales of groups other than f32 multiplied in, which is exact in bf16.
 
     Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, plan_by_rule, using_plans
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, using_plans
 from fewbit.kernels.tuned.table import COMPARED, Table, name_of, tables_of
 from fewbit.kernels.tuned.tune import LADDER, Progress, compile_candidates, planned, tune_costs, tune_plans
 from fewbit.spec.hardware import Hardware
@@ -41,11 +41,8 @@ def tune_layers(
 
 
 def plan_in(table: Table, layout: WeightLayout, tokens: int) -> Plan:
-    """The table's plan for exactly that many rows, or the one by rule."""
-    for entry in table.plans:
-        if entry["layout"] == asdict(layout) and entry["M"] == tokens:
-            return Plan(**entry["plan"])
-    return plan_by_rule(layout, tokens)
+    """The table's plan, or the one by rule."""
+    return measured_plan(table.plans, layout, tokens) or plan_by_rule(layout, tokens)
 
 
 def _merged(old: Sequence[Any], new: Sequence[Any], identity: tuple[str, ...]) -> tuple[Any, ...]:

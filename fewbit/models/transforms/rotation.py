@@ -121,10 +121,10 @@ class _Kind:
         if stream is not None:
             for norm, offset in self.norms.items():
                 found[f"{norm}.weight"] = lambda tensor, offset=offset: torch.full_like(tensor, 1 - offset)
-            gains = {norm: load(f"{norm}.weight").double() + offset for norm, offset in self.norms.items()}
+            gains = {norm: load(f"{norm}.weight").float() + offset for norm, offset in self.norms.items()}
             for reader, norm in self.readers.items():
                 found[f"{reader}.weight"] = lambda tensor, gain=gains[norm]: stream.apply(
-                    tensor.double() * gain.to(tensor.device)
+                    tensor.float() * gain.to(tensor.device)
                 )
             for writer in self.writers:
                 found[f"{writer}.weight"] = lambda tensor: stream.apply(tensor.T).T
@@ -144,7 +144,7 @@ def _value_changes(mapping: ScaleMapping, values: Orthogonal, leaves: list[str])
     first, last = int(used[0]), int(used[-1]) + 1
 
     def rows(tensor: Tensor) -> Tensor:
-        fresh = tensor.double().clone()
+        fresh = tensor.float().clone()
         made = fresh[first:last].reshape(last - first, -1).T.reshape(-1, size)
         fresh[first:last] = values.apply(made).reshape(-1, last - first).T.reshape(fresh[first:last].shape)
         return fresh
@@ -261,12 +261,12 @@ def _ends(
     offset = norm_offset(norm, len(stream.signs), probe.device)
     source = probe.partial.source
     factors, looked_up = source(f"{norms[0]}.weight"), source(f"{embedding}.weight")
-    gains = load(factors).double() + offset
+    gains = load(factors).float() + offset
     tied = not probe.partial.holds(f"{head}.weight")
     read = f"{head}.weight" if tied else source(f"{head}.weight")
     changes: dict[str, Change] = {
         looked_up: stream.apply,
         factors: lambda tensor: torch.full_like(tensor, 1 - offset),
-        read: lambda tensor: stream.apply(tensor.double() * gains.to(tensor.device)),
+        read: lambda tensor: stream.apply(tensor.float() * gains.to(tensor.device)),
     }
     return changes, {read: looked_up} if tied else {}

@@ -1,0 +1,1 @@
+"""Kernels of gated experts, one file each; `interface.py` is their contract, `reference.py` their definition."""
