@@ -17,14 +17,13 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from fewbit.numerics.hadamard import LARGEST_FACTOR, sylvester
+
 LARGEST_PALEY = 512
 """Order up to which Paley's matrices are looked for: they are multiplied out, Sylvester's are split."""
 
 CHUNK_NUMBERS = 1 << 22
 """Numbers that are rotated at a time: their float64 copies stay small beside an embedding."""
-
-LARGEST_FACTOR = 64
-"""Order of the largest factor of Sylvester's matrix; larger ones are Kronecker products of several."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,14 @@ def random_orthogonal(order: int, generator: torch.Generator) -> Orthogonal:
     signs = torch.randint(0, 2, (order,), generator=generator, dtype=torch.int64).double() * 2 - 1
     base = _paley_factor(order)
     if base:
-        factors = (*_sylvester(order // base), *((_normed(paley(base)),) if base > 1 else ()))
+        factors = (*_powers_of_two(order // base), *((_normed(paley(base)),) if base > 1 else ()))
         return Orthogonal(signs, factors, "Hadamard " + " x ".join(str(len(factor)) for factor in factors))
     odd = order
     while odd % 2 == 0:
         odd //= 2
     gaussian = torch.randn(odd, odd, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
-    factors = (*_sylvester(order // odd), q * r.diagonal().sign())
+    factors = (*_powers_of_two(order // odd), q * r.diagonal().sign())
     return Orthogonal(signs, factors, f"Hadamard {order // odd} x random orthogonal {odd}")
 
 
@@ -129,15 +128,12 @@ def _paley_factor(order: int) -> int:
     return 0
 
 
-def _sylvester(order: int) -> tuple[Tensor, ...]:
+def _powers_of_two(order: int) -> tuple[Tensor, ...]:
     """Orthogonal factors of order 2^k, none of order 1."""
     factors = []
     while order > 1:
         size = min(order, LARGEST_FACTOR)
-        matrix = torch.ones(1, 1, dtype=torch.float64)
-        while len(matrix) < size:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-        factors.append(_normed(matrix))
+        factors.append(_normed(sylvester(size).double()))
         order //= size
     return tuple(factors)
 

@@ -25,15 +25,16 @@ def times_hadamard(x: Tensor, order: int) -> Tensor:
     parts, done = x.reshape(-1, order), 1
     while done < order:
         factor = min(LARGEST_FACTOR, order // done)
-        matrix = _sylvester(factor).to(x.device, x.dtype)
+        matrix = sylvester(factor).to(x.device, x.dtype)
         parts = torch.einsum("rdfl,fg->rdgl", parts.reshape(len(parts), done, factor, -1), matrix)
         done *= factor
     return (parts.reshape(x.shape) / order**0.5).to(x.dtype)
 
 
 @cache
-def _sylvester(order: int) -> Tensor:
+def sylvester(order: int) -> Tensor:
+    """The matrix of an order that is a power of two: float32 entries of plus and minus one."""
     if order == 1:
         return torch.ones(1, 1)
-    half = _sylvester(order // 2)
+    half = sylvester(order // 2)
     return torch.cat([torch.cat([half, half], 1), torch.cat([half, -half], 1)])
