@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import ModelError, SchemeError
+from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.block_stream import BlockStream
 from fewbit.models.convert import convert
@@ -214,6 +214,24 @@ def test_two_runs_write_equal_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+@pytest.mark.parametrize("text", transforms())
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj"):
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, transforms=(text,), calibration_windows=2)
+    assert not (tmp_path / "q").exists()
+
+
+def test_kept_statistics_are_of_other_weights(tmp_path: Path) -> None:
+    source = save_tiny_model(tmp_path / "model")
+    with pytest.raises(SchemeError, match="untransformed"):
+        options = {"algorithm": "gptq", "transforms": ("awq",), "keep_statistics": tmp_path / "s"}
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, **options)
+
+
 def scaling_task(scheme: str, chooses: str) -> ScalingTask:
     """One norm whose output two matrices read, on correlated inputs."""
     seen = Observation.empty(FEATURES, CPU)
@@ -256,11 +274,13 @@ def test_awq_chooses_what_a_slow_transcription_in_float64_chooses(scheme: str) -
         ):
             scale = raw.clamp(min=1e-4)
             losses[name] = loss(scale / (scale.max() * scale.min()).sqrt())
-    found = parse_transform("awq").choose(task)
+    found = parse_transform("awq:patience=0").choose(task)
     assert losses[found.choice] == pytest.approx(min(losses.values()), rel=1e-3)
     assert found.loss == pytest.approx(losses[found.choice], rel=1e-3)
     assert found.loss_before == pytest.approx(losses["none"], rel=1e-3)
     assert found.loss <= found.loss_before
+    hasty = parse_transform("awq").choose(task)
+    assert found.loss <= hasty.loss <= found.loss_before
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8", "FP8_DYNAMIC", "NVFP4"])
@@ -304,7 +324,7 @@ def test_awq_lowers_the_error_of_what_chooses_the_codes(scheme: str, chooses: st
 def test_texts_are_read_and_refused() -> None:
     assert parse_transform("awq:points=4,duo=no").record == {
         "name": "awq",
-        "settings": {"points": 4, "duo": "no", "rows": 512},
+        "settings": {"points": 4, "duo": "no", "rows": 512, "patience": 2},
     }
     for text, names in (
         ("awqq", "awq"),
@@ -312,6 +332,7 @@ def test_texts_are_read_and_refused() -> None:
         ("awq:points", "points"),
         ("awq:points=0", "points"),
         ("awq:duo=maybe", "duo"),
+        ("awq:patience=-1", "patience"),
         ("smoothquant:alpha=2", "alpha"),
         ("rotation:stream=false,values=false", "rotation"),
     ):

@@ -42,16 +42,21 @@ class AwqSettings:
         duo: whether scales are divided by a power of the weights' magnitudes: `no`, `yes`, or `both` for half of the
             points each.
         rows: of the consumers' weights, on which candidates are tried.
+        patience: candidates in a row, of growing powers, that lose to one before them until no more are tried; 0 tries
+            all.
     """
 
     points: int = 20
     duo: str = "both"
     rows: int = 512
+    patience: int = 2
 
     def __post_init__(self) -> None:
         for name in ("points", "rows"):
             if getattr(self, name) < 1:
                 raise SchemeError(f"awq: {name} is {getattr(self, name)}.", "Use at least 1.")
+        if self.patience < 0:
+            raise SchemeError(f"awq: patience is {self.patience}.", "Use 0 (try all) or more.")
         if self.duo not in _DUO:
             raise SchemeError(f"awq: duo is {self.duo!r}.", f"Use one of {', '.join(_DUO)}.")
 
@@ -67,24 +72,34 @@ class Awq(Transform):
         trial = _Trial.of(task, self.settings.rows)
         plain = trial.loss(None)
         best = Scaling(None, "none", plain, plain)
-        for choice, columns in self._candidates(task):
-            loss = trial.loss(columns)
-            if loss < best.loss:
-                best = Scaling(columns, choice, loss, plain)
+        for chain in self._chains(task):
+            lowest, worse = float("inf"), 0
+            for choice, columns in chain:
+                loss = trial.loss(columns)
+                worse = 0 if loss < lowest else worse + 1
+                lowest = min(lowest, loss)
+                if loss < best.loss:
+                    best = Scaling(columns, choice, loss, plain)
+                if worse and worse == self.settings.patience:
+                    break
         return best
 
-    def _candidates(self, task: ScalingTask) -> Iterator[tuple[str, Tensor]]:
+    def _chains(self, task: ScalingTask) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Candidates of growing powers of the activations: alone, and with the weights."""
         activations = task.tied(task.seen.statistics.mean_magnitude)
         weights = task.tied(relative_magnitude(task.quantized))
         points, duo = self.settings.points, self.settings.duo
         plain = 0 if duo == "yes" else points if duo == "no" else (points + 1) // 2
-        for index in range(1, plain + 1):
-            ratio = index / plain
-            yield f"activations^{ratio:.3g}", normalized(activations.clamp(min=SMALLEST) ** ratio)
-        for index in range(points - plain):
-            ratio = index / (points - plain)
-            divided = activations.clamp(min=SMALLEST) ** ratio / (weights ** (1 - ratio) + SMALLEST)
-            yield f"activations^{ratio:.3g} / weights^{1 - ratio:.3g}", normalized(divided)
+        powers = [index / plain for index in range(1, plain + 1)]
+        yield ((f"activations^{r:.3g}", normalized(activations.clamp(min=SMALLEST) ** r)) for r in powers)
+        powers = [index / (points - plain) for index in range(points - plain)]
+        yield (
+            (
+                f"activations^{r:.3g} / weights^{1 - r:.3g}",
+                normalized(activations.clamp(min=SMALLEST) ** r / (weights ** (1 - r) + SMALLEST)),
+            )
+            for r in powers
+        )
 
 
 def relative_magnitude(consumers: list[Consumer]) -> Tensor:

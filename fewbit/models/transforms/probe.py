@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.errors import CheckpointError
 from fewbit.models.block_stream import BlockStream
 from fewbit.models.fill import PartialModel
 from fewbit.models.names import build_on_meta
@@ -47,12 +48,18 @@ class BlockProbe:
         self.state = torch.randn(stream.states[0].shape, generator=generator).to(device)
 
     def parameters(self, path: str, load: Load) -> dict[str, Tensor]:
-        """The parameters of the block at `path` by their name below it, float32."""
-        block = self.model.get_submodule(path)
-        return {
-            leaf: load(self.partial.source(f"{path}.{leaf}")).to(self.device, torch.float32)
-            for leaf, _ in block.named_parameters()
-        }
+        """The parameters of the block at `path` by their name below it, float32.
+
+        Raises:
+            CheckpointError: one holds NaN or infinity.
+        """
+        found = {}
+        for leaf, _ in self.model.get_submodule(path).named_parameters():
+            stored = self.partial.source(f"{path}.{leaf}")
+            found[leaf] = load(stored).to(self.device, torch.float32)
+            if not bool(found[leaf].isfinite().all()):
+                raise CheckpointError(f"{stored} holds NaN or infinity.", "Repair the source model.")
+        return found
 
     def output(self, path: str, parameters: Mapping[str, Tensor], state: Tensor | None = None) -> Tensor:
         """What the block adds to a state, `state` by default."""

@@ -210,7 +210,7 @@ def _check(
     if stream is not None:
         state, wanted = stream.apply(state).float(), stream.apply(wanted).float()
     error = deviation(probe.output(path, dict(own) | changed, state), wanted)
-    if error > SAME:
+    if not error <= SAME:
         block = probe.model.get_submodule(path)
         others = [name for name, module in block.named_modules() if is_norm(module) and name not in kind.norms]
         seen = f" (its norms {', '.join(others)} do not stand between the stream and a matrix)" if others else ""

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import ModelError
+from fewbit.errors import CheckpointError, ModelError
 from fewbit.models.block_stream import BlockStream
 from fewbit.models.transforms.interface import SAMPLE_ROWS, Consumer, Observation, Scaling, ScalingTask, Transform
 from fewbit.models.transforms.probe import BlockProbe, deviation
@@ -122,7 +122,11 @@ class Transformations:
         return self._mappings[kind]
 
     def _observe(self, stream: BlockStream, block: str, mappings: list[ScaleMapping]) -> dict[str, Observation]:
-        """Producer -> what the consumers of its mapping read."""
+        """Producer -> what the consumers of its mapping read.
+
+        Raises:
+            CheckpointError: it is not finite.
+        """
         seen = {found.producer: Observation.empty(len(found.rows), self._device) for found in mappings}
         producers: dict[str, list[tuple[str, bool]]] = {}
         for found in mappings:
@@ -137,7 +141,10 @@ class Transformations:
                 if first:
                     own.add(x, sample)
 
-        stream.observe(block, {name: f"{block}.{name}" for name in producers}, see)
+        try:
+            stream.observe(block, {name: f"{block}.{name}" for name in producers}, see)
+        except ValueError as error:
+            raise CheckpointError(f"{block}: {error}.", "Repair the source model.") from error
         return seen
 
     def _task(self, block: str, mapping: ScaleMapping, seen: Observation) -> ScalingTask | None:
