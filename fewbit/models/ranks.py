@@ -80,13 +80,15 @@ class Ranks:
         return min((found for found in self.everyones(number) if found is not None), default=None)
 
     def totals(self, statistics: dict[str, InputStatistics]) -> dict[str, InputStatistics]:
-        """Tokens and largest magnitudes of what all processes saw, by name."""
+        """Tokens and magnitudes of what all processes saw, by name."""
         if self.count == 1:
             return statistics
-        found = self.everyones({name: (one.tokens, one.largest) for name, one in statistics.items()})
+        found = self.everyones({name: (one.tokens, one.largest, one.histogram) for name, one in statistics.items()})
         return {
             name: InputStatistics(
-                torch.stack([one[name][1] for one in found]).amax(), sum(one[name][0] for one in found)
+                torch.stack([one[name][1] for one in found]).amax(),
+                sum(one[name][0] for one in found),
+                histogram=_summed([one[name][2] for one in found]),
             )
             for name in statistics
         }
@@ -101,9 +103,10 @@ class Ranks:
         own = statistics or InputStatistics.empty(features, self.device)
         if self.count == 1:
             return own
-        found = self.everyones((own.tokens, own.largest))
-        own.tokens = sum(tokens for tokens, _ in found)
-        own.largest = torch.stack([largest for _, largest in found]).amax()
+        found = self.everyones((own.tokens, own.largest, own.histogram))
+        own.tokens = sum(tokens for tokens, _, _ in found)
+        own.largest = torch.stack([largest for _, largest, _ in found]).amax()
+        own.histogram = _summed([histogram for _, _, histogram in found])
         for sums in (own.products, own.magnitudes):
             if sums is not None:
                 with _peers():
@@ -127,6 +130,11 @@ class Ranks:
             loads[owner] += sizes[index]
             mine += [index] if owner == self.rank else []
         return sorted(mine)
+
+
+def _summed(histograms: Sequence[Tensor | None]) -> Tensor | None:
+    present = [histogram for histogram in histograms if histogram is not None]
+    return torch.stack(present).sum(dim=0) if present else None
 
 
 ALONE = Ranks()
