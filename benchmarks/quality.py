@@ -27,12 +27,15 @@ from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
 from fewbit.models.quantize import quantize
-from fewbit.spec.presets import PRESETS
+from fewbit.spec.presets import BUDGET_KEYS, PRESETS
 from fewbit.spec.recipe import ScaleRules
 
 WINDOW_LENGTH = 1024
 BUDGETS = (3.5, 4.25)
 """Bits per weight of the rows in which a bit budget chooses each layer's key."""
+
+ASYMMETRIC = tuple(f"int{bits}:asym:group{size}:bf16" for bits in (3, 4, 5) for size in (128, 64, 32))
+"""Candidates of the rows in which a bit budget may choose zero points too."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Row:
         extra += [f"{rules.mx} rule"] if rules else []
         if "algorithm" in self.settings:
             extra += [self.settings["algorithm"], *(f"{k}={v}" for k, v in self.settings.get("settings", {}).items())]
+        extra += ["or asymmetric"] if "candidates" in self.settings else []
         extra += [f"after {name}" for name in self.settings.get("transforms", ())]
         budget = self.settings.get("bits_per_weight")
         return " ".join([f"{budget:g} bits" if budget else self.scheme, *extra])
@@ -61,7 +65,10 @@ def all_rows() -> list[Row]:
         takes_group = scheme.rules[0].key.weight.granularity.kind == "group" and "A16" in name and "FP" not in name
         rows.append(Row(name, {"group_size": 64} if takes_group else {}))
     extras = [Row("W4A16_ASYM", {"group_size": 32}), Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")})]
-    return rows + extras + [Row("W4A16", {"bits_per_weight": bits}) for bits in BUDGETS]
+    both = (*map(str, BUDGET_KEYS), *ASYMMETRIC)
+    for bits in BUDGETS:
+        extras += [Row("W4A16", {"bits_per_weight": bits}), Row("W4A16", {"bits_per_weight": bits, "candidates": both})]
+    return rows + extras
 
 
 def without_activation_keys(model: torch.nn.Module) -> None:

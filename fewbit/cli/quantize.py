@@ -88,6 +88,8 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
     from fewbit.models.pipeline import quantize_checkpoint
     from fewbit.models.quantize import prepare
 
+    if how["ranks"].count > 1 and asked.budget() is not None:
+        raise SchemeError("A bit budget is measured by one process.", "Start it without torchrun.")
     if asked.budget() is None:
         made, calibration = prepare(model, asked, how["device"])
     else:
@@ -95,7 +97,7 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
             made, calibration = prepare(model, asked, how["device"], advance)
         if not quiet:
             print_budget(made.budget or {})
-    made, calibration = how["ranks"].first((made, calibration))  # a sum on a GPU may end differently on each
+    calibration = how["ranks"].first(calibration)  # samples of the model may end differently on each
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
         return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
 

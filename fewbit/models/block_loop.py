@@ -256,7 +256,8 @@ class Run:
 
     def recipe(self) -> Recipe:
         """The plan's recipe with what calibration used."""
-        record = self.calibration.record() if self.calibration and plan_needs_calibration(self.plan) else None
+        used = plan_needs_calibration(self.plan) or self.plan.budget is not None
+        record = self.calibration.record() if self.calibration and used else None
         if record is not None:
             record["inputs"] = "as quantized layers put them out" if self.store is None else "of the unquantized model"
             record |= {"processes": self.ranks.count} if self.ranks.count > 1 else {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -80,18 +80,11 @@ class Ranks:
         return min((found for found in self.everyones(number) if found is not None), default=None)
 
     def totals(self, statistics: dict[str, InputStatistics]) -> dict[str, InputStatistics]:
-        """Tokens and magnitudes of what all processes saw, by name."""
+        """Tokens and largest magnitudes of what all processes saw, by name."""
         if self.count == 1:
             return statistics
-        found = self.everyones({name: (one.tokens, one.largest, one.histogram) for name, one in statistics.items()})
-        return {
-            name: InputStatistics(
-                torch.stack([one[name][1] for one in found]).amax(),
-                sum(one[name][0] for one in found),
-                histogram=_summed([one[name][2] for one in found]),
-            )
-            for name in statistics
-        }
+        found = self.everyones({name: replace(one, products=None, magnitudes=None) for name, one in statistics.items()})
+        return {name: _joined([one[name] for one in found]) for name in statistics}
 
     def total(self, statistics: InputStatistics | None, features: int) -> InputStatistics:
         """Statistics of what all processes saw, with the Gram matrix; the same in each.
@@ -103,10 +96,8 @@ class Ranks:
         own = statistics or InputStatistics.empty(features, self.device)
         if self.count == 1:
             return own
-        found = self.everyones((own.tokens, own.largest, own.histogram))
-        own.tokens = sum(tokens for tokens, _, _ in found)
-        own.largest = torch.stack([largest for _, largest, _ in found]).amax()
-        own.histogram = _summed([histogram for _, _, histogram in found])
+        found = self.everyones(replace(own, products=None, magnitudes=None))
+        own = replace(_joined(found), products=own.products, magnitudes=own.magnitudes)
         for sums in (own.products, own.magnitudes):
             if sums is not None:
                 with _peers():
@@ -132,9 +123,14 @@ class Ranks:
         return sorted(mine)
 
 
-def _summed(histograms: Sequence[Tensor | None]) -> Tensor | None:
-    present = [histogram for histogram in histograms if histogram is not None]
-    return torch.stack(present).sum(dim=0) if present else None
+def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
+    """What several saw of one input, without Gram matrices."""
+    histograms = [one.histogram for one in parts if one.histogram is not None]
+    return InputStatistics(
+        torch.stack([one.largest for one in parts]).amax(),
+        sum(one.tokens for one in parts),
+        histogram=torch.stack(histograms).sum(dim=0) if histograms else None,
+    )
 
 
 ALONE = Ranks()

@@ -79,6 +79,7 @@ class PatternLists:
                     self._literals.setdefault(literal, []).append((index, pattern))
             if others:
                 self._others.append((index, prepare(tuple(others))))
+        self._lengths = tuple({literal.count(".") + 1 for literal in self._literals})
 
     def first(self, name: str, class_name: str = "") -> int | None:
         """Index of the first list of which a pattern names the module, None where none does.
@@ -86,7 +87,7 @@ class PatternLists:
         Raises:
             SchemeError: a pattern is a regular expression that does not compile.
         """
-        texts = (class_name, *_runs(name)) if self._literals else ()
+        texts = (class_name, *_runs(name, self._lengths)) if self._literals else ()
         possible = (found for text in texts for found in self._literals.get(text, ()))
         best = min((index for index, pattern in possible if self._matcher(pattern, name, class_name)), default=None)
         for index, names in self._others:
@@ -163,11 +164,12 @@ def _nothing(_pattern: str) -> None:
     return None
 
 
-def _runs(name: str) -> Iterator[str]:
-    """Every run of whole segments of a name: `a`, `a.b`, `b` of `a.b`."""
+def _runs(name: str, lengths: Iterable[int] | None = None) -> Iterator[str]:
+    """Every run of whole segments of a name, `a`, `a.b`, `b` of `a.b`, or those of some numbers of segments."""
     ends = [at for at, character in enumerate(name) if character == "."] + [len(name)]
     starts = [0, *(end + 1 for end in ends[:-1])]
-    return (name[start:end] for first, start in enumerate(starts) for end in ends[first:])
+    counts = range(1, len(ends) + 1) if lengths is None else [count for count in lengths if count <= len(ends)]
+    return (name[starts[at] : ends[at + count - 1]] for count in counts for at in range(len(ends) - count + 1))
 
 
 @cache

@@ -73,13 +73,13 @@ def preset(name: str) -> Scheme:
 BUDGET_KEYS: tuple[LinearKey, ...] = tuple(
     LinearKey.parse(text)
     for text in (
-        *("int4:group64:bf16", "int4:group128:bf16", "int4:asym:group128:bf16", "int4:asym:group64:bf16"),
-        *("int4:asym:group32:bf16", "int3:asym:group128:bf16", "int3:asym:group64:bf16", "int3:asym:group32:bf16"),
-        *("int2:asym:group32:bf16", "int5:asym:group128:bf16", "int5:asym:group64:bf16", "int6:asym:group64:bf16"),
-        *("int8:channel:bf16", str(_NVFP4), str(_MXFP4), "e4m3:channel:bf16"),
+        *(f"int{bits}:group{size}:bf16" for bits in (4, 3, 5) for size in (128, 64, 32)),
+        *("int2:group32:bf16", "int6:group64:bf16", "int8:channel:bf16"),
+        *(str(_NVFP4), str(_MXFP4), "e4m3:channel:bf16"),
     )
 )
-"""What a bit budget chooses from: weights alone, so that activations stay as they are."""
+"""What a bit budget chooses from: weights alone, so that activations stay as they are; symmetric, since transformers
+5.24 does not load packed zero points."""
 
 KV_CACHES = {"FP8": QuantKey.parse("e4m3:tensor:f32"), "FP8_HEAD": QuantKey.parse("e4m3:head:f32")}
 """Keys of cached keys and values by the name that people give them."""

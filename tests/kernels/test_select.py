@@ -204,6 +204,20 @@ def test_kernels_of_other_projects_say_why_they_are_not_here(
         chosen(key, DEVICES[device], Preference(name))
 
 
+def test_humming_is_there_where_its_package_is() -> None:
+    with_it = H200.with_software("humming-kernels")
+    for key in ("W4A16", "W3A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"):
+        choice = chosen(key, with_it, Preference("humming"))
+        assert (choice.kernel.name, choice.numerics) == ("humming", Numerics.KEEPS)
+        assert "never run" in choice.note
+        assert chosen(key, with_it).kernel.name != "humming", "what was not measured does not go first"
+    for key, rows, words in (("W4A16_ASYM", 64, "symmetric"), ("W8A8", 64, "e4m3 by token"), ("W4A16", 33, "found 33")):
+        with pytest.raises(KernelError, match=words):
+            chosen(key, with_it, Preference("humming"), rows=rows)
+    with pytest.raises(KernelError, match="humming-kernels is not installed"):
+        chosen("W4A16", H200, Preference("humming"))
+
+
 def test_a_forced_backend_that_refuses_says_why_and_nothing_else() -> None:
     with pytest.raises(KernelError, match=r"sm86 has 8\.6") as caught:
         chosen("FP8", DEVICES["sm86"], Preference("torch_scaled_mm"))

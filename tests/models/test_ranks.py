@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.errors import ModelError, OutputError, SchemeError
 from fewbit.evaluation.divergence import divergence
@@ -124,3 +125,17 @@ def test_what_needs_one_process_is_refused(source: Path, tmp_path: Path) -> None
     with pytest.raises(SchemeError, match="sign_round tunes blocks in one process"):
         quantize(source, tmp_path / "q", "NVFP4", algorithm="sign_round", ranks=Ranks(0, 2), **SIZES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_processes_saw_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(96, 8)
+    parts = [InputStatistics.empty() for _ in range(3)]
+    for part, own in zip(parts, rows.split(32), strict=True):
+        part.add(own)
+    whole = InputStatistics.empty()
+    whole.add(rows)
+    monkeypatch.setattr(Ranks, "everyones", lambda *_: [{"a": part} for part in parts])
+    joined = Ranks(0, 3).totals({"a": parts[0]})["a"]
+    assert joined.tokens == 96 and torch.equal(joined.largest, whole.largest)
+    assert joined.histogram is not None and whole.histogram is not None
+    assert torch.equal(joined.histogram, whole.histogram)
