@@ -24,9 +24,9 @@ from fewbit.cli.demo import machine
 from fewbit.cli.output import quiet_libraries, table
 from fewbit.evaluation.divergence import divergence
 from fewbit.methods.linear import QuantizedLinear
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.quantize import quantize
 from fewbit.spec.presets import BUDGET_KEYS, PRESETS
 from fewbit.spec.recipe import ScaleRules
 

@@ -12,9 +12,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "load": "fewbit.models.load",
-    "quantize": "fewbit.models.quantize",
+    "quantize": "fewbit.models.quantization.quantize",
     "quantize_within": "fewbit.evaluation.gate",
-    "convert": "fewbit.models.convert",
+    "convert": "fewbit.models.conversion.convert",
     "verify": "fewbit.evaluation.verify",
     "generate": "fewbit.runtime.generate",
     "perplexity": "fewbit.evaluation.perplexity",

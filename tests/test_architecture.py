@@ -266,7 +266,11 @@ PLANTED = [
 CLEAN = [
     (import_direction, "spec/key.py", "import re\nfrom fewbit.errors import SchemeError\nfrom . import element"),
     (import_direction, "kernels/linear/fast.py", "from fewbit.packing import registry\nfrom ..interface import Kernel"),
-    (import_direction, "models/pipeline.py", "from fewbit.algorithms import gptq\nfrom fewbit.kernels import select"),
+    (
+        import_direction,
+        "models/quantization/pipeline.py",
+        "from fewbit.algorithms import gptq\nfrom fewbit.kernels import select",
+    ),
     (import_direction, "algorithms/gptq.py", "from fewbit.numerics import quantize\nfrom fewbit.spec import key"),
     (import_direction, "cli/run.py", "from fewbit import quantize_model\nfrom fewbit.integrations import vllm"),
     (import_direction, "models/load.py", "import fewbit\nprint(fewbit.__version__)"),

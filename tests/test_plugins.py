@@ -24,11 +24,11 @@ from fewbit.checkpoints.registry import (
 )
 from fewbit.discovery import plugins
 from fewbit.errors import CheckpointError, SchemeError
-from fewbit.models.calibration import load_tokenizer
 from fewbit.models.inspect import inspect_checkpoint
 from fewbit.models.load import load
 from fewbit.models.names import read_config
-from fewbit.models.plan import make_plan
+from fewbit.models.quantization.calibration import load_tokenizer
+from fewbit.models.quantization.plan import make_plan
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import Recipe, preset
 from tests.tiny_models import save_tiny_model

@@ -1,1 +1,3 @@
-"""Algorithms that choose codes and scales, one file each. The loop over blocks is in `fewbit.models.block_loop`."""
+"""Algorithms that choose codes and scales, one file each.
+
+The loop over blocks is in `fewbit.models.quantization.block_loop`."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from fewbit.kernels.select import Preference
-    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.quantization.quantize import QuantizeOptions
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _ALIASES = {
@@ -47,7 +47,7 @@ def quantize_options(given: Mapping[str, Any]) -> QuantizeOptions:
     Raises:
         SchemeError: a setting cannot be read, or a scale rule is unknown.
     """
-    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.quantization.quantize import QuantizeOptions
     from fewbit.spec.recipe import ScaleRules
 
     known = [field.name for field in fields(QuantizeOptions)]

@@ -31,7 +31,7 @@ def convert(
     """Write MODEL in another format, its codes bit for bit, or say what cannot be held and what it would cost."""
     quiet_libraries()
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.convert import convert as convert_checkpoint
+    from fewbit.models.conversion.convert import convert as convert_checkpoint
     from fewbit.models.stored import StoredCheckpoint
 
     total = StoredCheckpoint.open(model).folder.nbytes

@@ -31,7 +31,7 @@ def demo(
 ) -> None:
     """Take SmolLM2-135M-Instruct from the package that carries it, quantize it two ways, verify, compare, talk."""
     quiet_libraries()
-    from fewbit.models.quantize import quantize
+    from fewbit.models.quantization.quantize import quantize
 
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ def _compare(made: dict[str, Path], text: Path | None, windows: int, quiet: bool
 
     from fewbit.evaluation.divergence import divergence
     from fewbit.evaluation.speed import decode_speed, memory_bytes
-    from fewbit.models.calibration import load_tokenizer, token_windows
     from fewbit.models.inspect import inspect_checkpoint
     from fewbit.models.load import load
-    from fewbit.models.texts import read_text
+    from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+    from fewbit.models.quantization.texts import read_text
 
     base = made["bf16"]
     tokenizer = load_tokenizer(base)

@@ -27,9 +27,9 @@ def evaluate(
     quiet_libraries()
     from fewbit.evaluation.divergence import divergence
     from fewbit.evaluation.perplexity import perplexity
-    from fewbit.models.calibration import load_tokenizer, token_windows
     from fewbit.models.load import load
-    from fewbit.models.texts import read_text
+    from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+    from fewbit.models.quantization.texts import read_text
 
     place, numbers = torch_device(device), torch_dtype(dtype)
     tokenizer = load_tokenizer(against or model)

@@ -117,7 +117,7 @@ def asked_request(scheme: str, group_size: int | None, shape: str, element: str)
     """
     from fewbit.errors import SchemeError
     from fewbit.kernels.interface import LinearRequest
-    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.quantization.quantize import QuantizeOptions
 
     parts = shape.lower().split("x")
     if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):

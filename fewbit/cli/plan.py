@@ -32,7 +32,7 @@ def plan(
     quiet_libraries()
     asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.memory import Workload, memory_plan
+    from fewbit.models.quantization.memory import Workload, memory_plan
 
     made, machine = asked.plan(model), hardware(device)
     held = parse_size(calibration_memory)

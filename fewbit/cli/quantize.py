@@ -15,7 +15,7 @@ from fewbit.cli.output import console, print_json, progress, quiet_libraries, si
 from fewbit.errors import SchemeError
 
 if TYPE_CHECKING:
-    from fewbit.models.quantize import QuantizeOptions
+    from fewbit.models.quantization.quantize import QuantizeOptions
 
 
 def quantize(
@@ -55,7 +55,7 @@ def quantize(
     quiet_libraries()
     asked = quantize_options(locals())
     from fewbit.checkpoints.output import parse_size
-    from fewbit.models.ranks import joined
+    from fewbit.models.quantization.ranks import joined
 
     sizes = {"max_shard_bytes": parse_size(max_shard_size), "calibration_memory": parse_size(calibration_memory)}
     with joined(device) as ranks:
@@ -85,8 +85,8 @@ def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float 
 
 def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report, with progress on the screen."""
-    from fewbit.models.pipeline import quantize_checkpoint
-    from fewbit.models.quantize import prepare
+    from fewbit.models.quantization.pipeline import quantize_checkpoint
+    from fewbit.models.quantization.quantize import prepare
 
     if how["ranks"].count > 1 and asked.budget() is not None:
         raise SchemeError("A bit budget is measured by one process.", "Start it without torchrun.")

@@ -27,9 +27,9 @@ def report(
     """Write DIR's report page and model card again; with --against, measure KL, top-1 and perplexity for them first."""
     quiet_libraries()
     from fewbit.evaluation.quality import measure_quality
-    from fewbit.models.report_facts import PAGE_FILE, read_report
-    from fewbit.models.report_files import render_again
-    from fewbit.models.report_page import quality_of
+    from fewbit.models.report.facts import PAGE_FILE, read_report
+    from fewbit.models.report.files import render_again
+    from fewbit.models.report.page import quality_of
 
     changes: dict[str, Any] = {} if base_model is None else {"base_model": base_model}
     read_report(folder)  # before anything long

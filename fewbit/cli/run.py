@@ -36,8 +36,8 @@ def run(
 ) -> None:
     """Load MODEL, plain or quantized, and answer PROMPT greedily."""
     quiet_libraries()
-    from fewbit.models.calibration import load_tokenizer
     from fewbit.models.load import load
+    from fewbit.models.quantization.calibration import load_tokenizer
     from fewbit.models.stored import StoredCheckpoint
     from fewbit.runtime.generate import generate
 

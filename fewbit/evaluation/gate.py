@@ -15,14 +15,14 @@ from fewbit.algorithms.bit_budget import Frontier
 from fewbit.checkpoints.output import require_free
 from fewbit.errors import OutputError, SchemeError
 from fewbit.evaluation.quality import score
-from fewbit.models.budget import LayerChoices, promoted, promotion_choices
-from fewbit.models.calibration import Calibration, load_tokenizer, token_windows
 from fewbit.models.load import Progress
-from fewbit.models.pipeline import quantize_checkpoint
-from fewbit.models.plan import Plan
-from fewbit.models.quantize import QuantizeOptions, prepare, read_calibration
-from fewbit.models.report_files import render_again
-from fewbit.models.texts import read_text
+from fewbit.models.quantization.budget import LayerChoices, promoted, promotion_choices
+from fewbit.models.quantization.calibration import Calibration, load_tokenizer, token_windows
+from fewbit.models.quantization.pipeline import quantize_checkpoint
+from fewbit.models.quantization.plan import Plan
+from fewbit.models.quantization.quantize import QuantizeOptions, prepare, read_calibration
+from fewbit.models.quantization.texts import read_text
+from fewbit.models.report.files import render_again
 
 ROUNDS = 5
 HELD_OUT_WINDOWS = 16

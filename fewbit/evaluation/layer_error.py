@@ -12,7 +12,7 @@ from fewbit.checkpoints.files import CheckpointFiles
 from fewbit.errors import CheckpointError
 from fewbit.models.destinations import Destinations
 from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.outcome import sqnr_db
+from fewbit.models.quantization.outcome import sqnr_db
 from fewbit.models.replace import matrix_shape, submodule
 from fewbit.models.stacked_experts import stack_shape
 from fewbit.models.stored import StoredCheckpoint

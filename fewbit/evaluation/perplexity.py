@@ -16,7 +16,7 @@ def perplexity(model: PreTrainedModel, windows: Tensor, on_window: Callable[[], 
 
     Args:
         model: any causal language model.
-        windows: int64 [count, length] token ids, see `fewbit.models.calibration.token_windows`.
+        windows: int64 [count, length] token ids, see `fewbit.models.quantization.calibration.token_windows`.
         on_window: called after each window.
     """
     total = 0.0

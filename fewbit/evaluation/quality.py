@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fewbit.evaluation.divergence import divergence
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.texts import read_text
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.texts import read_text
 
 
 def measure_quality(

@@ -14,13 +14,13 @@ import torch
 from fewbit.errors import FewbitError
 from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.layer_error import DecodedLayer, decoded_layers, source_weight
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.outcome import sqnr_db, weight_hash
-from fewbit.models.recipe_file import recipe_of
-from fewbit.models.report_facts import REPORT_FILE
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.outcome import sqnr_db, weight_hash
+from fewbit.models.quantization.recipe_file import recipe_of
+from fewbit.models.quantization.texts import builtin_text
+from fewbit.models.report.facts import REPORT_FILE
 from fewbit.models.stored import StoredCheckpoint
-from fewbit.models.texts import builtin_text
 from fewbit.numerics import decode
 
 WINDOWS = 2

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import ModelError
 from fewbit.models.destinations import Destinations
+from fewbit.models.quantization.transforms.weights import TransformedWeights
 from fewbit.models.replace import set_tensor, tensor_slot, to_meta
-from fewbit.models.transforms.weights import TransformedWeights
 
 
 class PartialModel:

@@ -7,7 +7,7 @@ import pytest
 from fewbit.algorithms.effort import EFFORTS, means_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.errors import SchemeError
-from fewbit.models.quantize import QuantizeOptions
+from fewbit.models.quantization.quantize import QuantizeOptions
 from fewbit.spec.presets import PRESETS
 
 

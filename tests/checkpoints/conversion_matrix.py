@@ -14,7 +14,7 @@ import torch
 
 from fewbit.checkpoints.interface import StoredLayer
 from fewbit.checkpoints.registry import formats
-from fewbit.models.holding import CannotHoldError, Held, hold, hold_as
+from fewbit.models.conversion.holding import CannotHoldError, Held, hold, hold_as
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec import LinearKey
 from tests.checkpoints.layers import KEYS, layer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from tests.tiny_models import VOCABULARY, save_tiny_model
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY

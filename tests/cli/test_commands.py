@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized(model: Path) -> Path:
-    from fewbit.models.quantize import quantize
+    from fewbit.models.quantization.quantize import quantize
 
     quantize(model, model.parent / "w4", "W4A16", group_size=32)
     return model.parent / "w4"

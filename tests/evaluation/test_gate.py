@@ -11,7 +11,7 @@ import pytest
 from fewbit.errors import OutputError, SchemeError
 from fewbit.evaluation.gate import HELD_OUT_WINDOWS, quantize_within
 from fewbit.evaluation.verify import verify
-from fewbit.models.quantize import QuantizeOptions
+from fewbit.models.quantization.quantize import QuantizeOptions
 from fewbit.spec.recipe import Recipe
 from tests.tiny_models import save_tiny_model
 

@@ -13,10 +13,10 @@ from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.layer_error import layer_sqnr
 from fewbit.evaluation.perplexity import perplexity
 from fewbit.evaluation.speed import decode_speed, memory_bytes
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
-from fewbit.models.texts import builtin_text, read_text
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.quantization.texts import builtin_text, read_text
 from tests.tiny_models import byte_tokenizer, save_tiny_model
 
 

@@ -25,10 +25,10 @@ from fewbit.checkpoints.registry import find_format, formats
 from fewbit.checkpoints.tensor_files import INDEX, MAX_JSON_BYTES
 from fewbit.errors import FewbitError
 from fewbit.evaluation.verify import verify
-from fewbit.models.convert import convert
+from fewbit.models.conversion.convert import convert
 from fewbit.models.inspect import inspect_checkpoint
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from tests.checkpoints.layers import KEYS, SHAPE
 from tests.tiny_models import save_tiny_model
 

@@ -13,15 +13,15 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.verify import verify
-from fewbit.models.block_stream import BlockStream
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.load import load
 from fewbit.models.names import build_on_meta, read_config
-from fewbit.models.passes import LiveBytes
-from fewbit.models.quantize import quantize
-from fewbit.models.texts import builtin_text
+from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.passes import LiveBytes
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.quantization.texts import builtin_text
 from tests.tiny_models import save_tiny_model
 
 WINDOWS = torch.arange(96).reshape(6, 16) % 61

@@ -11,13 +11,13 @@ import torch
 
 from fewbit.errors import FewbitError, OutputError, SchemeError
 from fewbit.evaluation.verify import verify
-from fewbit.models.budget import cache_numbers
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
 from fewbit.models.names import read_config
-from fewbit.models.quantize import QuantizeOptions, quantize
-from fewbit.models.sensitivity import measure_sensitivity
-from fewbit.models.texts import builtin_text
+from fewbit.models.quantization.budget import cache_numbers
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
+from fewbit.models.quantization.quantize import QuantizeOptions, quantize
+from fewbit.models.quantization.sensitivity import measure_sensitivity
+from fewbit.models.quantization.texts import builtin_text
 from fewbit.numerics import dequantize
 from fewbit.numerics import quantize as round_to_nearest
 from fewbit.spec.key import LinearKey

@@ -13,10 +13,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from fewbit.errors import ModelError
-from fewbit.models.calibration import calibration_windows, starting_token
-from fewbit.models.quantize import QuantizeOptions, read_calibration
-from fewbit.models.self_samples import SAMPLE_LENGTH, self_samples
-from fewbit.models.texts import read_text
+from fewbit.models.quantization.calibration import calibration_windows, starting_token
+from fewbit.models.quantization.quantize import QuantizeOptions, read_calibration
+from fewbit.models.quantization.self_samples import SAMPLE_LENGTH, self_samples
+from fewbit.models.quantization.texts import read_text
 from tests.tiny_models import byte_tokenizer, save_tiny_model
 
 TEXT = "".join(chr(97 + i % 26) for i in range(200))

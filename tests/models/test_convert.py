@@ -16,10 +16,10 @@ from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError
 from fewbit.evaluation.layer_error import decoded_layers
 from fewbit.evaluation.verify import verify
-from fewbit.models.convert import convert
+from fewbit.models.conversion.convert import convert
 from fewbit.models.load import load
-from fewbit.models.outcome import weight_hash
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.outcome import weight_hash
+from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stored import StoredCheckpoint
 from tests.checkpoints.test_tiny_checkpoints import BESIDE, folder_of
 from tests.tiny_models import VOCABULARY, save_tiny_model

@@ -13,7 +13,7 @@ from fewbit.kernels.select import Preference
 from fewbit.methods.experts import FusedExperts
 from fewbit.models.experts import UnfusedExperts
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.runtime.generate import generate
 from tests.kernels.layers import needs_extension
 from tests.tiny_models import VOCABULARY, byte_tokenizer, save_tiny_model

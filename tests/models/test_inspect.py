@@ -12,7 +12,7 @@ import pytest
 
 from fewbit.checkpoints.tensor_files import INDEX
 from fewbit.models.inspect import inspect_checkpoint
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from tests.tiny_models import save_tiny_model
 
 SHARDS, EXPERTS_IN_SHARD = 1000, 10

@@ -21,7 +21,7 @@ from fewbit.models.families import member_rows
 from fewbit.models.joining import JoinOutcome
 from fewbit.models.joint import ProjectionPart, SeparateMembers
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.numerics import quantize as quantize_tensor
 from fewbit.spec import LinearKey
 from tests.checkpoints.test_tiny_checkpoints import folder_of

@@ -15,12 +15,12 @@ from fewbit.checkpoints.kv_scales import attention_modules, cache_scale_name, ca
 from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, OutputError, SchemeError
 from fewbit.evaluation.verify import verify
-from fewbit.models.calibration import token_windows
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.load import load
-from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
-from fewbit.models.quantize import quantize
-from fewbit.models.texts import builtin_text
+from fewbit.models.quantization.calibration import token_windows
+from fewbit.models.quantization.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.quantization.texts import builtin_text
 from fewbit.spec import HEAD, LinearKey, QuantKey
 from tests.checkpoints.test_tiny_checkpoints import folder_of
 from tests.tiny_models import save_tiny_model

@@ -15,7 +15,7 @@ from fewbit.errors import CheckpointError, ModelError
 from fewbit.kernels.select import Preference
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from tests.tiny_models import FAMILIES, VOCABULARY, save_tiny_model
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY

@@ -21,7 +21,7 @@ from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.inspect import inspect_checkpoint
 from fewbit.models.load import load
 from fewbit.models.names import build_on_meta, read_config
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stacked_experts import InterleavedExperts
 from fewbit.models.stored import StoredCheckpoint
 from tests.checkpoints.test_tiny_checkpoints import folder_of

@@ -20,7 +20,7 @@ from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.destinations import Destinations
 from fewbit.models.load import load
 from fewbit.models.names import build_on_meta, read_config
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import LinearKey, Rule, Scheme
 from tests.tiny_models import save_tiny_model

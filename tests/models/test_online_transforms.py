@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.evaluation.layer_error import decoded_layers
-from fewbit.models.convert import convert
+from fewbit.models.conversion.convert import convert
 from fewbit.models.inspect import inspect_checkpoint
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics.hadamard import times_hadamard
 from tests.golden import golden_vectors

@@ -17,8 +17,8 @@ from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError, ShapeError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
-from fewbit.models.plan import make_plan
-from fewbit.models.quantize import QuantizeOptions, quantize
+from fewbit.models.quantization.plan import make_plan
+from fewbit.models.quantization.quantize import QuantizeOptions, quantize
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import LinearKey, Rule, Scheme
 from fewbit.spec.presets import PRESETS
@@ -102,9 +102,9 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
     """The block stream gives each layer the inputs that a whole forward pass gives it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fewbit.models.calibration import token_windows
-    from fewbit.models.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
-    from fewbit.models.texts import builtin_text
+    from fewbit.models.quantization.calibration import token_windows
+    from fewbit.models.quantization.pipeline import CALIBRATION_LENGTH, CALIBRATION_WINDOWS
+    from fewbit.models.quantization.texts import builtin_text
 
     source = save_tiny_model(tmp_path / "model", max_position_embeddings=1024, dtype=torch.float32)
     quantize(source, tmp_path / "q", "FP8", self_samples=0)
@@ -295,8 +295,8 @@ def test_plan_predicts_the_bytes(source: Path, tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from fewbit.models.quantize import QuantizeOptions
-from fewbit.models.pipeline import quantize_checkpoint
+from fewbit.models.quantization.quantize import QuantizeOptions
+from fewbit.models.quantization.pipeline import quantize_checkpoint
 import torch
 torch.set_num_threads(1)
 def peak():
@@ -330,9 +330,9 @@ CALIBRATED = """
 import resource, sys
 from pathlib import Path
 import torch
-from fewbit.models.memory import Workload, memory_plan
-from fewbit.models.pipeline import quantize_checkpoint
-from fewbit.models.quantize import QuantizeOptions, calibration_for
+from fewbit.models.quantization.memory import Workload, memory_plan
+from fewbit.models.quantization.pipeline import quantize_checkpoint
+from fewbit.models.quantization.quantize import QuantizeOptions, calibration_for
 torch.set_num_threads(1)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fewbit.evaluation.perplexity import perplexity
-from fewbit.models.calibration import load_tokenizer, token_windows
 from fewbit.models.load import load
+from fewbit.models.quantization.calibration import load_tokenizer, token_windows
 from fewbit.numerics import dequantize, quantize
 from fewbit.spec.key import QuantKey
 from fewbit.spec.recipe import ScaleRules

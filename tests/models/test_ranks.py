@@ -20,8 +20,8 @@ from fewbit.errors import ModelError, OutputError, SchemeError
 from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
-from fewbit.models.ranks import Ranks
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.quantization.ranks import Ranks
 from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
-from fewbit.models.model_card import card_of
-from fewbit.models.quantize import quantize
-from fewbit.models.report_files import render_again, write_report
-from fewbit.models.report_page import NOT_MEASURED, page_of
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.report.files import render_again, write_report
+from fewbit.models.report.model_card import card_of
+from fewbit.models.report.page import NOT_MEASURED, page_of
 from tests.tiny_models import save_tiny_model
 
 TAGS = {

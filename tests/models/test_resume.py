@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.errors import CheckpointError, OutputError
-from fewbit.models.block_stream import BlockStream
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.quantize import quantize
 from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model
 
@@ -162,7 +162,8 @@ def test_another_model_is_refused(source: Path, begun: Path, tmp_path: Path) -> 
 
 def test_the_export_alone_is_tried_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("fewbit.models.export.copy_side_files", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        copying = "fewbit.models.quantization.export.copy_side_files"
+        patched.setattr(copying, lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(OutputError, match="kept in"):
             quantize(source, tmp_path / "q", **RUNS["gptq"])
     monkeypatch.setattr(BlockStream, "__init__", None)  # calibration is not even begun
@@ -175,7 +176,7 @@ def test_two_runs_do_not_share_a_work_folder(source: Path, tmp_path: Path, monke
         with pytest.raises(OutputError, match="Another run is writing"):
             quantize(source, tmp_path / "q", **RUNS["data-free"])
 
-    monkeypatch.setattr("fewbit.models.pipeline.write_config", another)
+    monkeypatch.setattr("fewbit.models.quantization.pipeline.write_config", another)
     quantize(source, tmp_path / "q", **RUNS["data-free"])
     assert (tmp_path / "q").is_dir()
 

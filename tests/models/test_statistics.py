@@ -12,13 +12,13 @@ from torch import Tensor
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import OutputError, SchemeError
 from fewbit.evaluation.verify import verify
-from fewbit.models import statistics
-from fewbit.models.block_stream import BlockStream
-from fewbit.models.calibration import Calibration
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
-from fewbit.models.ranks import ALONE
-from fewbit.models.statistics import BlockStatistics, StatisticsStore, gather_statistics
+from fewbit.models.quantization import statistics
+from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.calibration import Calibration
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.quantization.ranks import ALONE
+from fewbit.models.quantization.statistics import BlockStatistics, StatisticsStore, gather_statistics
 from fewbit.spec.recipe import Recipe
 from tests.hashes import hashes
 from tests.tiny_models import save_tiny_model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.errors import ModelError
-from fewbit.models.texts import builtin_text, read_text
+from fewbit.models.quantization.texts import builtin_text, read_text
 from tests.tiny_models import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"

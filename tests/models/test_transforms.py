@@ -17,17 +17,17 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.evaluation.verify import verify
-from fewbit.models.block_stream import BlockStream
-from fewbit.models.convert import convert
+from fewbit.models.conversion.convert import convert
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.names import build_on_meta, read_config
-from fewbit.models.quantize import QuantizeOptions, quantize
-from fewbit.models.transforms.interface import Consumer, Observation, ScalingTask
-from fewbit.models.transforms.probe import BlockProbe
-from fewbit.models.transforms.registry import parse_transform, transforms
-from fewbit.models.transforms.structure import ScaleMapping, scale_mappings
-from fewbit.models.transforms.transformed import Transformations
+from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.quantize import QuantizeOptions, quantize
+from fewbit.models.quantization.transforms.interface import Consumer, Observation, ScalingTask
+from fewbit.models.quantization.transforms.probe import BlockProbe
+from fewbit.models.quantization.transforms.registry import parse_transform, transforms
+from fewbit.models.quantization.transforms.structure import ScaleMapping, scale_mappings
+from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.numerics import dequantize
 from fewbit.numerics import quantize as round_to_nearest
 from fewbit.numerics.activations import fake_quantize

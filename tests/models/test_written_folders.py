@@ -16,9 +16,9 @@ from fewbit.evaluation.layer_error import decoded_layers
 from fewbit.evaluation.verify import verify
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.load import load
-from fewbit.models.pipeline import quantize_checkpoint
-from fewbit.models.plan import make_plan
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.pipeline import quantize_checkpoint
+from fewbit.models.quantization.plan import make_plan
+from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import LinearKey, Recipe, Rule, Scheme
 from tests.tiny_models import save_tiny_model

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fewbit.kernels.select import Preference
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.peer

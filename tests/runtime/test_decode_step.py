@@ -15,7 +15,7 @@ from fewbit.kernels import native
 from fewbit.kernels.select import Preference
 from fewbit.models.families import FAMILIES as ROWS
 from fewbit.models.load import load
-from fewbit.models.quantize import quantize
+from fewbit.models.quantization.quantize import quantize
 from fewbit.runtime.decode_step import DecodeStep, obstacles
 from fewbit.runtime.generate import COMPILED_STEP, Generated, generate
 from tests.kernels.layers import needs_extension

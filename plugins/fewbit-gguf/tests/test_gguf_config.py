@@ -12,8 +12,8 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fewbit.errors import ModelError
-from fewbit.models.calibration import load_tokenizer
 from fewbit.models.names import read_config
+from fewbit.models.quantization.calibration import load_tokenizer
 from fewbit_gguf.config import llama3_factors
 from tests.tiny_models import save_tiny_model
 

@@ -26,7 +26,7 @@ from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.inspect import inspect_checkpoint
 from fewbit.models.load import load
 from fewbit.models.names import read_config
-from fewbit.models.plan import make_plan
+from fewbit.models.quantization.plan import make_plan
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.spec import Recipe, preset
 from fewbit_gguf.names import halves_apart, interleaved

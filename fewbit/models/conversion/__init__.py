@@ -1,0 +1,1 @@
+"""From one checkpoint format to another."""

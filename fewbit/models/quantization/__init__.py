@@ -1,0 +1,1 @@
+"""Quantizing a checkpoint: options to a plan, calibration block by block, codes, export."""

@@ -1,0 +1,305 @@
+"""Hidden states of calibration windows, carried from block to block."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fewbit.algorithms.statistics import InputStatistics
+from fewbit.errors import ModelError
+from fewbit.models.families import blocks_of, family_of_model
+from fewbit.models.kv_cache import CacheWatch
+from fewbit.models.quantization.passes import HeldPasses, LiveBytes, RepeatedPasses
+from fewbit.models.quantization.ranks import ALONE, Ranks
+
+Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
+"""Names of layers that read one input, and its statistics -> what their weights have become, [N, K] each."""
+
+Output = Callable[[Mapping[str, Tensor], int], Tensor]
+"""(layer name -> weight, index of a batch) -> the output of the block at hand."""
+
+Refine = Callable[[Output, Callable[[int], Tensor]], Mapping[str, Tensor]]
+"""Output, and index of a batch -> output of the unquantized model -> what the weights of all layers have become."""
+
+StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
+"""Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
+
+BATCH = 4
+MOST_HELD = 16 * 10**9
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
+
+
+class BlockStream:
+    """Hidden states of calibration windows, carried through the blocks one at a time.
+
+    Only the block at hand has its weights; the states of all windows are kept in the model's dtype.
+
+    Args:
+        model: on meta, with real buffers.
+        filled: context manager that fills a submodule's parameters from the checkpoint and sends them back to meta.
+        windows: int64 [count, length], on the device of what `filled` fills.
+        batch: windows that pass together.
+        reference: whether the states of the unquantized model are carried beside those of the quantized one.
+        most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
+        ranks: the processes that carry the other windows.
+
+    Attributes:
+        watch: sees what the block at hand would cache, while it is set.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        filled: Callable[[str], Any],
+        windows: Tensor,
+        batch: int = BATCH,
+        reference: bool = False,
+        most_held: int = MOST_HELD,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
+        self.watch: CacheWatch | None = None
+        self.states: list[Tensor] = []
+        self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
+        with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
+            for window in windows.split(batch):
+                run(window)
+        self.reference = list(self.states) if reference else []
+
+    def _record(self, path: str, state: Tensor, arguments: dict[str, Any]) -> None:
+        if path == next(iter(self.arguments)):
+            self.states.append(state)
+        self.arguments[path].append(arguments)
+
+    def gather(self, path: str, layers: Mapping[str, str], grams: bool = False) -> dict[str, InputStatistics]:
+        """Carries the states through the block at `path` as it is and gathers the inputs of its linear layers.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a layer, whatever the caller calls it -> its path in the model.
+            grams: whether Gram matrices and mean magnitudes are gathered too.
+
+        Returns:
+            Layer name -> statistics of its input; layers that read one input share one object.
+        """
+        found: dict[str, InputStatistics] = {}
+        met: list[tuple[Tensor, str, bool]] = []  # of the batch at hand: an input, its first reader, whether it is new
+
+        def meet(name: str, x: Tensor) -> None:
+            first = next((one for one in met if one[0] is x), None)
+            if first is not None and name not in found and first[2]:
+                found[name] = found[first[1]]
+            elif first is None or found.get(name) is not found[first[1]]:
+                met.append((x, name, name not in found))
+                features = x.shape[-1] if grams else None
+                found.setdefault(name, InputStatistics.empty(features, x.device)).add(x)
+
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            with self._before_each(layers, meet):
+                for index in range(len(self.states)):
+                    self.states[index] = self._forward(block, path, index)
+                    met.clear()
+        return self.ranks.totals({name: found.get(name) or InputStatistics.empty() for name in layers})
+
+    def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Carries the states through a block whose new weights are known.
+
+        Args:
+            path: the block's, in the model.
+            weights: path in the model and weight [N, K] of each layer that later ones see changed.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            for location, weight in weights:
+                self.model.get_submodule(location).weight.copy_(weight)
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
+
+    def observe(self, path: str, layers: Mapping[str, str], see: Callable[[str, Tensor], None]) -> None:
+        """Runs the block at `path` as it is on all states, which stay where they are.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a module, whatever the caller calls it -> its path in the model.
+            see: gets the name and the input of each of them before it runs.
+        """
+        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+            block = self.model.get_submodule(path)
+            for index in range(len(self.states)):
+                self._forward(block, path, index)
+
+    def solve(self, path: str, layers: Mapping[str, str], solve: Solve, refine: Refine | None = None) -> None:
+        """Carries the states through the block at `path`, replacing each layer's weight before its output is used.
+
+        Every batch is a forward pass that stops at each layer whose weight is not final yet. When all that will come
+        by have stopped there, `solve` gets the statistics of what they brought, and they go on with the new weight. So
+        a layer sees what the quantized layers before it, in this block too, really put out, and a block costs one
+        forward pass. Where what all of them hold while they stand would be more than `most_held` bytes, each is let go
+        of and begins anew for the next layer: the same operations on the same numbers, several times.
+
+        Args:
+            path: the block's, in the model.
+            layers: name of a layer, whatever the caller calls it -> its path in the model.
+            solve: see `Solve`.
+            refine: called when all layers are solved; needs a stream with `reference`.
+        """
+        with self.filled(path), torch.no_grad():
+            block = self.model.get_submodule(path)
+            for index, state in enumerate(self.reference):
+                self.reference[index] = self._forward(block, path, index, state)
+            groups, held = self._shared_inputs(block, path, layers)
+            groups = self.ranks.first(groups)
+            kind = RepeatedPasses if held * len(self.states) > self.most_held else HeldPasses
+            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups)
+            with self._before_each(layers, passes.stop):
+                while (group := self.ranks.earliest(passes.waiting())) is not None:
+                    features = self.model.get_submodule(layers[groups[group][0]]).in_features
+                    statistics = self.ranks.total(passes.statistics(group), features)
+                    for name, weight in solve(groups[group], statistics).items():
+                        self.model.get_submodule(layers[name]).weight.copy_(weight)
+                    passes.final.update(groups[group])
+            if refine is None:
+                self.states = passes.outputs
+                return
+            for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
+                self.model.get_submodule(layers[name]).weight.copy_(weight)
+            for index in range(len(self.states)):
+                self.states[index] = self._forward(block, path, index)
+
+    def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
+        def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
+            dtype = self.states[index].dtype
+            replaced = {
+                f"{layers[name].removeprefix(f'{path}.')}.weight": weight.to(dtype) for name, weight in weights.items()
+            }
+            arguments = self.arguments[path][index]
+            return _state_of(torch.func.functional_call(block, replaced, (self.states[index],), arguments))
+
+        return output
+
+    def _forward(self, block: nn.Module, path: str, index: int, state: Tensor | None = None) -> Tensor:
+        arguments = self.arguments[path][index]
+        if self.watch is not None:
+            arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
+        return _state_of(block(self.states[index] if state is None else state, **arguments))
+
+    @contextmanager
+    def _before_each(self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Meanwhile `call` gets the name and the input of each of `layers` before it runs."""
+        handles = [
+            self.model.get_submodule(location).register_forward_pre_hook(
+                lambda _module, inputs, name=name: call(name, inputs[0])
+            )
+            for name, location in layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
+        """What one batch shows of the block.
+
+        Returns:
+            Layers by the input they read, in the order in which the batch comes to them, then those it never meets; and
+            the largest number of bytes that the pass held when it came to a layer.
+        """
+        alive, held = LiveBytes(), 0
+        met: list[tuple[weakref.ref[Tensor], list[str]]] = []
+
+        def meet(name: str, x: Tensor) -> None:
+            nonlocal held
+            for seen, names in met:
+                if seen() is x:
+                    names.append(name)
+                    return
+            held = max(held, alive.live)
+            met.append((weakref.ref(x), [name]))
+
+        watch, self.watch = self.watch, None  # the weights are not what caches will see
+        with self._before_each(layers, meet), alive:
+            self._forward(block, path, 0)
+        self.watch = watch
+        found = [names for _, names in met]
+        known = {name for names in found for name in names}
+        return found + [[name] for name in layers if name not in known], held
+
+
+def _state_of(output: Any) -> Tensor:
+    """The hidden state of what a block returns: some return it with attention weights or caches."""
+    state: Tensor = output[0] if isinstance(output, tuple) else output
+    return state
+
+
+class _LastBlockReached(Exception):  # noqa: N818 - not an error, it ends a forward pass early
+    pass
+
+
+class _StandIn(nn.Module):
+    """Stands in for a block: computes something else, and has the block's attributes."""
+
+    def __init__(self, block: nn.Module, path: str, forward: StandInForward) -> None:
+        super().__init__()
+        # In a list, so that the block is no submodule of its stand-in.
+        self._block, self._path, self._forward = [block], path, forward
+
+    def forward(self, state: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        if positional:
+            raise ModelError(f"{self._path} is called with positional arguments.", "Calibrate a listed architecture.")
+        return self._forward(self._path, state, arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"][0], name)
+
+
+@contextmanager
+def replaced_blocks(model: PreTrainedModel, forward: StandInForward) -> Iterator[None]:
+    """Meanwhile every block hands what it gets to `forward` and returns what that returns."""
+    blocks = blocks_of(model)
+    container = model.get_submodule(family_of_model(model).blocks)
+    for index, (path, block) in enumerate(blocks.items()):
+        container[index] = _StandIn(block, path, forward)
+    try:
+        yield
+    finally:
+        for index, block in enumerate(blocks.values()):
+            container[index] = block
+
+
+@contextmanager
+def _recording(model: PreTrainedModel, record: Callable[..., None]) -> Iterator[Callable[[Tensor], None]]:
+    """Yields a function that runs the model on token ids, telling `record` what each block is given."""
+    last = next(reversed(blocks_of(model)))
+
+    def forward(path: str, state: Tensor, arguments: dict[str, Any]) -> Tensor:
+        record(path, state, arguments)
+        if path == last:
+            raise _LastBlockReached
+        return state
+
+    def run(ids: Tensor) -> None:
+        try:
+            model(input_ids=ids, use_cache=False)
+        except _LastBlockReached:
+            return
+
+    with replaced_blocks(model, forward):
+        yield run
+
+
+def _embedding_path(model: PreTrainedModel) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding)

@@ -1,0 +1,158 @@
+"""How much the model's output minds each layer's quantization, for every key that a layer might get.
+
+A layer's error E under a key is measured: its weight is quantized. What reaches an output is a constant, E times the
+mean of the input, and what varies from token to token, diag(E C E^T) with the covariance C of the input. The constant
+counts by the squared sum of the gradients of a window, since the same error at every token adds up (attention averages
+over tokens: this is what makes v_proj delicate); what varies counts by the sum of the squared gradients. Half of that
+is the KL divergence in nats per token that this layer alone would cause, to second order (see `gradient_stream`). Sums
+over layers take the errors to be independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fewbit.algorithms.curvature import output_loss
+from fewbit.algorithms.interface import Algorithm, LayerTask
+from fewbit.algorithms.registry import algorithm
+from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.models.families import blocks_of
+from fewbit.models.fill import PartialModel
+from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.quantization.gradient_stream import CacheEvidence, GradientStream, LayerEvidence
+from fewbit.models.quantization.plan import PlannedLayer
+from fewbit.numerics import dequantize
+from fewbit.spec.key import LinearKey, QuantKey
+from fewbit.spec.recipe import Recipe
+
+WEIGHTS_AT_ONCE = 1 << 27
+"""Weights that are quantized together, all candidates counted; the solver makes some float32 copies of them."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Predicted KL divergences in nats per token.
+
+    Attributes:
+        layers: layer name -> key -> what quantizing this layer so would cost.
+        cache: key of the KV cache -> what quantizing all of it so would cost.
+    """
+
+    layers: dict[str, dict[LinearKey, float]] = field(default_factory=dict)
+    cache: dict[QuantKey, float] = field(default_factory=dict)
+
+
+def measure_sensitivity(
+    source: str | Path,
+    recipe: Recipe,
+    layers: Iterable[PlannedLayer],
+    candidates: Mapping[str, Sequence[LinearKey]],
+    windows: Tensor,
+    *,
+    cache_keys: Sequence[QuantKey] = (),
+    device: str = "cpu",
+    on_block: Callable[[], None] | None = None,
+) -> Sensitivity:
+    """Carries windows through the unquantized model and gradients back, and quantizes every layer by every candidate.
+
+    Args:
+        source: folder of the unquantized model.
+        recipe: its algorithm says how codes would be chosen.
+        layers: of the blocks; one outside them gets no figures.
+        candidates: layer name -> the keys that it might get.
+        windows: int64 [count, length].
+        cache_keys: keys that the KV cache might get.
+        device: where blocks run.
+        on_block: called after each block.
+    """
+    place = torch.device(device)
+    config = read_config(Path(source))
+    model = build_on_meta(config, torch.float32 if place.type == "cpu" else config_dtype(config))
+    partial = PartialModel(model, TensorFolder(Path(source)), place)
+    stream = GradientStream(model, partial, windows.to(place))
+    evidence = CacheEvidence(cache_keys)
+    stream.watch = evidence if cache_keys else None
+    by_block: dict[str, list[PlannedLayer]] = {}
+    for layer in layers:
+        by_block.setdefault(layer.block, []).append(layer)
+    found = Sensitivity()
+    for path in reversed(blocks_of(model)):
+        mine = {layer.name: layer for layer in by_block.get(path, ())}
+        seen = stream.back(path, {name: partial.destinations.module(name) for name in mine})
+        weights = {name: partial.folder.load(f"{name}.weight").to(place) for name in mine}
+        wanted = {name: candidates[name] for name in mine}
+        for name, keys in wanted.items():  # nothing is lost where no token comes by
+            found.layers[name] = dict.fromkeys(keys, 0.0)
+        for name, key, error in _errors(recipe, weights, wanted, seen):
+            found.layers[name][key] = _divergence(error, seen[name], stream.tokens)
+        if on_block is not None:
+            on_block()
+    found.cache.update({key: total / stream.tokens for key, total in evidence.divergence.items()})
+    return found
+
+
+def _errors(
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    wanted: Mapping[str, Sequence[LinearKey]],
+    seen: Mapping[str, LayerEvidence],
+) -> Iterator[tuple[str, LinearKey, Tensor]]:
+    """(layer, key, what quantizing does to its weight [N, K]); layers that read one input are solved together."""
+    inputs: dict[int, list[str]] = {}
+    for name, evidence in seen.items():
+        inputs.setdefault(id(evidence.statistics), []).append(name)
+    for names in inputs.values():
+        tasks = [
+            LayerTask(name, weights[name], key, recipe.scale_rules, None, seen[name].statistics)
+            for name in names
+            for key in wanted[name]
+        ]
+        for part in _parts(tasks):
+            results = _estimator(recipe, part[0].key).quantize_layers(part)
+            for task, result in zip(part, results, strict=True):
+                yield task.name, task.key, dequantize(result.record) - task.weight.float()
+
+
+def _parts(tasks: Sequence[LayerTask]) -> Iterator[list[LayerTask]]:
+    """Tasks of one element each, of so many weights at most that the solver's working copies stay small."""
+    by_element: dict[str, list[LayerTask]] = {}
+    for task in tasks:
+        by_element.setdefault(task.key.weight.element.name, []).append(task)
+    for alike in by_element.values():
+        part: list[LayerTask] = []
+        for task in alike:
+            if part and sum(one.weight.numel() for one in part) + task.weight.numel() > WEIGHTS_AT_ONCE:
+                yield part
+                part = []
+            part.append(task)
+        yield part
+
+
+def _estimator(recipe: Recipe, key: LinearKey) -> Algorithm:
+    """What stands in for the recipe's algorithm.
+
+    GPTQ alone for those that read data, whose errors rank alike; rounding to nearest from eight bits on, where there is
+    little to win.
+    """
+    chosen = algorithm(recipe.algorithm, recipe.settings)
+    if not chosen.needs_gram:
+        return chosen
+    if key.weight.element.bits >= 8:
+        return algorithm("round_to_nearest")
+    settings = recipe.settings if chosen.name == "gptq" else {}
+    return algorithm("gptq", {**settings, "sweeps": 0})
+
+
+def _divergence(error: Tensor, evidence: LayerEvidence, tokens: int) -> float:
+    """Predicted divergence, nats per token, of a change of a layer's weight [N, K]."""
+    # Sums over the tokens that reached the layer, spread over all: an expert that few reach costs little.
+    mean = evidence.total / evidence.statistics.tokens
+    around = evidence.statistics.gram - torch.outer(mean, mean)
+    varying = evidence.squares * output_loss(error, around).clamp(min=0)
+    constant = evidence.squared_sums * (error @ mean).square()
+    return float((varying + constant).sum() / (2 * tokens))
