@@ -133,7 +133,8 @@ def measure(bench: Bench, row: Row) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp()) / "quantized"
     try:
         started = time.monotonic()
-        report = quantize(bench.model, folder, row.scheme, device=bench.device, **bench.calibration, **row.settings)
+        settings = {"effort": "fast"} | bench.calibration | row.settings
+        report = quantize(bench.model, folder, row.scheme, device=bench.device, **settings)
         seconds = time.monotonic() - started
         loaded = load(folder, device=bench.device, dtype=torch.float32, preference=Preference("reference"))
         if not bench.activations:

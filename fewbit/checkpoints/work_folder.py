@@ -55,6 +55,15 @@ class WorkFolder(UnitFolder):
         self.clear()
         self.path.rmdir()
 
+    def require_unwritten(self) -> None:
+        """Asked before any long work.
+
+        Raises:
+            OutputError: the output exists, and is not that of a run with nothing left to do but clear up.
+        """
+        if not self.is_published():
+            require_free(self.out)
+
     def is_published(self) -> bool:
         """Whether the output got its name and only clearing up, which ends with an empty folder, was left to do."""
         left = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else None

@@ -41,7 +41,7 @@ def demo(
         output = folder / f"{MODEL}-{scheme}"
         if not output.exists():
             with progress(f"Quantizing to {scheme}", size_of(base), quiet=json) as advance:
-                quantize(base, output, scheme, progress=advance, **settings)
+                quantize(base, output, scheme, effort="fast", progress=advance, **settings)
         made[scheme] = output
     failed = [scheme for scheme in SCHEMES if not _verified(made[scheme], base, quiet=json)]
     rows = _compare(made, text, windows, quiet=json)

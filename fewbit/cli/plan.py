@@ -15,7 +15,7 @@ def plan(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: options.Effort = "fast",
+    effort: options.Effort = "balanced",
     algorithm: options.Algorithm = None,
     short_last_group: options.ShortLastGroup = False,
     calibration_windows: options.CalibrationWindows = 32,

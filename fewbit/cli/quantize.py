@@ -25,7 +25,7 @@ def quantize(
     group_size: options.GroupSize = None,
     ignore: options.Ignore = None,
     format: options.Format = "compressed-tensors",  # noqa: A002 - the flag people know
-    effort: options.Effort = "fast",
+    effort: options.Effort = "balanced",
     algorithm: options.Algorithm = None,
     settings: options.Settings = None,
     short_last_group: options.ShortLastGroup = False,
@@ -85,9 +85,11 @@ def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float 
 
 def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report, with progress on the screen."""
+    from fewbit.checkpoints.work_folder import WorkFolder
     from fewbit.models.quantization.pipeline import quantize_checkpoint
     from fewbit.models.quantization.quantize import prepare
 
+    WorkFolder(output).require_unwritten()
     if how["ranks"].count > 1 and asked.budget() is not None:
         raise SchemeError("A bit budget is measured by one process.", "Start it without torchrun.")
     if asked.budget() is None:

@@ -31,7 +31,7 @@ def test_every_format_holds_the_same_model(tmp_path: Path, family: str, scheme: 
     source = save_tiny_model(tmp_path / "model", family)
     found = []
     for name in ["compressed-tensors", *FORMATS]:
-        quantize(source, tmp_path / name, scheme, group_size=32, format=name)
+        quantize(source, tmp_path / name, scheme, group_size=32, format=name, effort="fast")
         found.append(logits(tmp_path / name))
     for other in found[1:]:
         assert torch.equal(found[0], other)
@@ -39,7 +39,7 @@ def test_every_format_holds_the_same_model(tmp_path: Path, family: str, scheme: 
 
 def test_a_mixed_model_in_one_gptq_file(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", "llama")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, format="gptq", ignore=["mlp.down_proj"])
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, format="gptq", ignore=["mlp.down_proj"], effort="fast")
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert list(config["dynamic"]) == [rf"-:^model\.layers\.{index}\.mlp\.down_proj$" for index in range(2)]
     assert logits(tmp_path / "q").isfinite().all()

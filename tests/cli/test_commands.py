@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantized(model: Path) -> Path:
     from fewbit.models.quantization.quantize import quantize
 
-    quantize(model, model.parent / "w4", "W4A16", group_size=32)
+    quantize(model, model.parent / "w4", "W4A16", group_size=32, effort="fast")
     return model.parent / "w4"
 
 
@@ -66,7 +66,7 @@ def test_installed_command_runs() -> None:
 
 
 def test_plan_says_what_quantize_does(cli: Cli, model: Path, tmp_path: Path) -> None:
-    arguments = ("--scheme", "w4a16", "--group-size", 32, "--json")
+    arguments = ("--scheme", "w4a16", "--group-size", 32, "--effort", "fast", "--json")
     planned = loads(cli("plan", model, *arguments))
     assert {row["kernel"] for row in planned["layers"] if row["key"]} <= {
         "cpu_weight_only",
@@ -85,7 +85,9 @@ def test_plan_for_people_names_layers_and_kernels(cli: Cli, model: Path) -> None
 
 
 def test_underscores_and_dashes_are_one(cli: Cli, model: Path, tmp_path: Path) -> None:
-    code, _, err = cli("quantize", model, "-o", tmp_path / "q", "--group_size", 32, "--max_shard_size", "1MB")
+    code, _, err = cli(
+        "quantize", model, "-o", tmp_path / "q", "--group_size", 32, "--effort", "fast", "--max_shard_size", "1MB"
+    )
     assert code == 0, err
     assert (tmp_path / "q" / "config.json").exists()
 

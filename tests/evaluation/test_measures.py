@@ -45,7 +45,7 @@ def test_a_model_does_not_diverge_from_itself(model: Path) -> None:
 
 
 def test_divergence_is_kl_of_reference_to_model(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "q", "W2A16", group_size=32)
+    quantize(model, tmp_path / "q", "W2A16", group_size=32, effort="fast")
     ours, reference = load(tmp_path / "q", device="cpu"), load(model, device="cpu")
     found = divergence(ours, reference, windows())
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_divergence_is_kl_of_reference_to_model(model: Path, tmp_path: Path) -> 
 def test_more_bits_diverge_less(model: Path, tmp_path: Path) -> None:
     reference, kl = load(model, device="cpu"), []
     for bits in (2, 3, 4, 6, 8):
-        quantize(model, tmp_path / str(bits), f"W{bits}A16", group_size=32)
+        quantize(model, tmp_path / str(bits), f"W{bits}A16", group_size=32, effort="fast")
         kl.append(divergence(load(tmp_path / str(bits), device="cpu"), reference, windows()).mean_kl)
     assert kl == sorted(kl, reverse=True)
 
@@ -66,14 +66,14 @@ def test_more_bits_diverge_less(model: Path, tmp_path: Path) -> None:
 def test_layer_sqnr_gains_six_decibels_a_bit(model: Path, tmp_path: Path) -> None:
     means = {}
     for bits in (4, 5, 6):
-        quantize(model, tmp_path / str(bits), f"W{bits}A16", group_size=32)
+        quantize(model, tmp_path / str(bits), f"W{bits}A16", group_size=32, effort="fast")
         ratios = layer_sqnr(tmp_path / str(bits), model)
         means[bits] = sum(ratios.values()) / len(ratios)
     assert 5 < means[5] - means[4] < 7.5 and 5 < means[6] - means[5] < 7.5
 
 
 def test_memory_counts_the_prepared_weights_once(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "q", "FP8_DYNAMIC")
+    quantize(model, tmp_path / "q", "FP8_DYNAMIC", effort="fast")
     dense, eight_bit = load(model, device="cpu"), load(tmp_path / "q", device="cpu")
     linear = sum(module.weight.nbytes for module in dense.model.layers.modules() if isinstance(module, torch.nn.Linear))
     saved = memory_bytes(dense) - memory_bytes(eight_bit)

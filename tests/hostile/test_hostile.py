@@ -42,7 +42,9 @@ MODULE = "model.layers.0.mlp.up_proj"
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small sound checkpoint, which each test damages a copy of."""
     folder = tmp_path_factory.mktemp("honest")
-    quantize(save_tiny_model(folder / "model", num_hidden_layers=1), folder / "w4", "W4A16", group_size=32)
+    quantize(
+        save_tiny_model(folder / "model", num_hidden_layers=1), folder / "w4", "W4A16", group_size=32, effort="fast"
+    )
     return folder / "w4"
 
 

@@ -114,7 +114,7 @@ def test_every_checkpoint_there_and_back(name: str, to: str, tmp_path: Path) -> 
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in compressed-tensors, int4 in groups of 32, its layers in several shards."""
     folder = tmp_path_factory.mktemp("convert")
-    quantize(save_tiny_model(folder / "model"), folder / "w4", "W4A16", group_size=32)
+    quantize(save_tiny_model(folder / "model"), folder / "w4", "W4A16", group_size=32, effort="fast")
     return folder / "w4"
 
 
@@ -177,7 +177,7 @@ def test_stacks_of_experts_become_plain_ones_or_are_refused(tmp_path: Path) -> N
 
 
 def test_experts_and_their_router(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "m", "qwen3_moe"), tmp_path / "w4", "W4A16_ASYM", group_size=32)
+    quantize(save_tiny_model(tmp_path / "m", "qwen3_moe"), tmp_path / "w4", "W4A16_ASYM", group_size=32, effort="fast")
     convert(tmp_path / "w4", tmp_path / "out", "gptq")
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "w4"))
     config = TensorFolder(tmp_path / "out").config["quantization_config"]
@@ -287,7 +287,7 @@ def test_only_what_cannot_be_held_is_requantized(tmp_path: Path) -> None:
 
 
 def test_requantized_members_of_a_joined_matrix_share_their_second_level(quantized: Path, tmp_path: Path) -> None:
-    quantize(quantized.parent / "model", tmp_path / "asym", "W4A16_ASYM", group_size=32)
+    quantize(quantized.parent / "model", tmp_path / "asym", "W4A16_ASYM", group_size=32, effort="fast")
     convert(tmp_path / "asym", tmp_path / "nvfp4", "modelopt", requantize="NVFP4A16")
     stored = StoredCheckpoint.open(tmp_path / "nvfp4")
     scales = {

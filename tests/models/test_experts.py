@@ -38,7 +38,7 @@ def test_alike_experts_are_fused(
     tmp_path: Path, family: str, scheme: str, group_size: int | None, tolerance: float
 ) -> None:
     source = save_tiny_model(tmp_path / "model", family)
-    quantize(source, tmp_path / "quantized", scheme, group_size=group_size)
+    quantize(source, tmp_path / "quantized", scheme, group_size=group_size, effort="fast")
     fused, apart = (
         load(tmp_path / "quantized", device="cpu", dtype=torch.float32, preference=preference)
         for preference in (Preference(), APART)
@@ -54,10 +54,17 @@ def test_alike_experts_are_fused(
 
 def test_experts_of_several_kinds_stay_apart(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", "qwen3_moe", hidden_act="gelu")
-    quantize(source, tmp_path / "gelu", "W4A16", group_size=32)
+    quantize(source, tmp_path / "gelu", "W4A16", group_size=32, effort="fast")
     assert kinds(load(tmp_path / "gelu", device="cpu")) == {UnfusedExperts}
     source = save_tiny_model(tmp_path / "plain", "qwen3_moe")
-    quantize(source, tmp_path / "mixed", "W4A16", group_size=32, ignore=["re:.*experts.3.down_proj", "lm_head"])
+    quantize(
+        source,
+        tmp_path / "mixed",
+        "W4A16",
+        group_size=32,
+        ignore=["re:.*experts.3.down_proj", "lm_head"],
+        effort="fast",
+    )
     mixed = load(tmp_path / "mixed", device="cpu", dtype=torch.float32)
     assert kinds(mixed) == {UnfusedExperts} and logits(mixed).isfinite().all()
 

@@ -63,7 +63,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tens
 def test_members_under_scales_of_rows_are_joined_without_loss(scheme: str, tmp_path: Path) -> None:
     """B35: whatever the key, members whose scales cover single rows only lie under one another."""
     options = {"group_size": 32} if scheme in ("W4A16", "W3A16_ASYM") else {}
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", scheme, **options)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", scheme, effort="fast", **options)
     apart, joined = loaded(tmp_path / "q"), loaded(tmp_path / "q", True)
     assert len(joined.fewbit_report.joined) == 4
     assert all(one.is_exact and one.key and not one.restated for one in joined.fewbit_report.joined)
@@ -79,7 +79,7 @@ def test_members_under_scales_of_rows_are_joined_without_loss(scheme: str, tmp_p
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"])
 def test_every_family_with_a_row(family: str, tmp_path: Path) -> None:
     """Qwen2's projections have biases, which are joined as well."""
-    quantize(save_tiny_model(tmp_path / "model", family), tmp_path / "q", "W4A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model", family), tmp_path / "q", "W4A16", group_size=32, effort="fast")
 
     def with_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.randn_like(one) if name.endswith(".bias") else one for name, one in tensors.items()}
@@ -94,7 +94,7 @@ def test_every_family_with_a_row(family: str, tmp_path: Path) -> None:
 
 
 def test_a_member_is_computed_once(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, effort="fast")
     attention = loaded(tmp_path / "q", True).model.layers[0].self_attn
     calls: list[Tensor] = []
     attention.qkv_proj.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0]))
@@ -110,7 +110,7 @@ def test_a_member_is_computed_once(tmp_path: Path) -> None:
 
 def nvfp4_with(factors: dict[str, float], folder: Path) -> Path:
     """A checkpoint whose members' second-level scales are that many times what they share."""
-    quantize(save_tiny_model(folder / "model"), folder / "q", "NVFP4A16")
+    quantize(save_tiny_model(folder / "model"), folder / "q", "NVFP4A16", effort="fast")
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         # The file has divisors.
@@ -198,7 +198,9 @@ def test_members_that_cannot_be_one_matrix_run_apart_and_say_why() -> None:
 
 
 def test_a_matrix_with_a_plain_member_is_left_apart(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, ignore=("v_proj",))
+    quantize(
+        save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, ignore=("v_proj",), effort="fast"
+    )
     apart, joined = loaded(tmp_path / "q"), loaded(tmp_path / "q", True)
     found = outcomes(joined)["model.layers.1.self_attn.qkv_proj"]
     assert found.reason == "model.layers.1.self_attn.v_proj is not quantized"
@@ -240,8 +242,8 @@ def test_members_on_disk_run_in_a_class_with_a_joined_projection(tmp_path: Path)
     model = loaded(apart)
     assert isinstance(model.model.layers[0].self_attn.qkv_proj, SeparateMembers)
     torch.testing.assert_close(logits(model), logits(loaded(source)), rtol=1e-5, atol=1e-5)
-    quantize(source, tmp_path / "q", "W4A16", group_size=32)
-    quantize(apart, tmp_path / "q-apart", "W4A16", group_size=32)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
+    quantize(apart, tmp_path / "q-apart", "W4A16", group_size=32, effort="fast")
     expected = logits(loaded(tmp_path / "q"))
     torch.testing.assert_close(logits(loaded(tmp_path / "q-apart")), expected, rtol=1e-5, atol=1e-5)
     joined = loaded(tmp_path / "q-apart", True)
@@ -262,7 +264,7 @@ def test_members_that_the_configuration_does_not_explain_are_refused() -> None:
 def test_a_joined_projection_on_disk_runs_in_a_class_with_members(quantized: bool, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     if quantized:
-        quantize(folder, tmp_path / "q", "W4A16", group_size=32)
+        quantize(folder, tmp_path / "q", "W4A16", group_size=32, effort="fast")
         folder = tmp_path / "q"
     together = rewritten(shutil.copytree(folder, tmp_path / "together"), put_together)
     model = loaded(together)

@@ -151,7 +151,7 @@ def with_cache(folder: Path, key: QuantKey, scales: dict[str, Tensor], name: str
 @pytest.mark.parametrize("stored", [0, 1, 2])
 def test_the_report_counts_what_is_there_b61(stored: int, tmp_path: Path) -> None:
     """B61: from the final state, not from a flag; a cache without scales is no failure."""
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, effort="fast")
     scales = {f"model.layers.{layer}.self_attn.{side}_scale": torch.ones(1) for layer in range(stored) for side in "kv"}
     report = load(with_cache(tmp_path / "q", FP8, scales), device="cpu").fewbit_report
     assert str(report.kv_cache) == f"KV cache of {FP8}: {stored} of 2 layers have scales from the file"
@@ -181,7 +181,7 @@ def test_a_scale_that_nothing_uses_is_an_error_b62(leaf: str, tmp_path: Path) ->
 def test_scales_are_those_of_what_is_cached(family: str, cache: str, tmp_path: Path) -> None:
     """Calibrated after the rotary embedding, against the cache of a whole forward pass of stock transformers."""
     source = save_tiny_model(tmp_path / "model", family, dtype=torch.float32, max_position_embeddings=1024)
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, kv_cache=cache, self_samples=0)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, kv_cache=cache, self_samples=0, effort="fast")
     tokenizer = AutoTokenizer.from_pretrained(source)
     windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
     stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -205,7 +205,14 @@ def test_scales_are_those_of_what_is_cached(family: str, cache: str, tmp_path: P
 
 
 def test_modelopt_names_scales_by_projections(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "FP8_DYNAMIC", format="modelopt", kv_cache="FP8")
+    quantize(
+        save_tiny_model(tmp_path / "model"),
+        tmp_path / "q",
+        "FP8_DYNAMIC",
+        format="modelopt",
+        kv_cache="FP8",
+        effort="fast",
+    )
     report = load(tmp_path / "q", device="cpu").fewbit_report
     assert str(report.kv_cache) == f"KV cache of {FP8}: 2 of 2 layers have scales from the file"
     assert report.kv_cache.layers[ATTENTION].sources["key"] == f"{ATTENTION}.k_proj.k_scale"

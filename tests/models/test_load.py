@@ -43,7 +43,7 @@ def test_quantized_checkpoint_equals_its_dequantized_weights(tmp_path: Path, fam
     from fewbit.models.stored import StoredCheckpoint
 
     source = save_tiny_model(tmp_path / "model", family)
-    quantize(source, tmp_path / "quantized", "W4A16", group_size=32)
+    quantize(source, tmp_path / "quantized", "W4A16", group_size=32, effort="fast")
     decoded = {layer.name: layer.numbers for layer in decoded_layers(StoredCheckpoint.open(tmp_path / "quantized"))}
     assert decoded
     dense = shutil.copytree(source, tmp_path / "dense")
@@ -120,7 +120,7 @@ def test_tensor_that_does_not_fit_is_named(tmp_path: Path, wrong: torch.Tensor, 
 
 
 def test_quantized_layer_without_its_scale_is_an_error(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, effort="fast")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
     save_file(tensors, tmp_path / "q" / "model.safetensors", {"format": "pt"})
@@ -130,7 +130,7 @@ def test_quantized_layer_without_its_scale_is_an_error(tmp_path: Path) -> None:
 
 def test_layer_stored_plain_under_a_config_that_quantizes_it_is_reported(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"
     tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{name}.")}
@@ -143,7 +143,7 @@ def test_layer_stored_plain_under_a_config_that_quantizes_it_is_reported(tmp_pat
 
 
 def test_processing_twice_changes_nothing(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, effort="fast")
     model = load(tmp_path / "q", device="cpu", dtype=torch.float32)
     before = logits(model)
     for module in model.modules():
@@ -153,7 +153,7 @@ def test_processing_twice_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_casting_a_model_leaves_scales_and_codes_alone(tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "FP8_DYNAMIC")
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "FP8_DYNAMIC", effort="fast")
     model = load(tmp_path / "q", device="cpu", dtype=torch.float32)
     layer = model.model.layers[0].mlp.up_proj
     before = {name: tensor.dtype for name, tensor in layer.prepared.tensors.items()}

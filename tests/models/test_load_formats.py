@@ -134,7 +134,7 @@ def test_a_token_for_no_expert_adds_nothing() -> None:
 )
 def test_humming_is_quantized_and_verified(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", scheme, format="humming", **options)
+    quantize(source, tmp_path / "q", scheme, format="humming", effort="fast", **options)
     checks = {check.name: check for check in verify(tmp_path / "q", source).checks}
     assert all(check.passed for check in checks.values()), checks
     assert inspect_checkpoint(tmp_path / "q").format == "humming"
@@ -165,5 +165,5 @@ def test_a_scale_of_zero_is_a_fault_where_the_format_has_none(
 def test_formats_that_no_preset_fits_refuse_before_any_work(name: str, tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
     with pytest.raises(ShapeError, match=rf"{name} cannot hold model\.layers"):
-        quantize(source, tmp_path / "q", "W4A16", group_size=32, format=name)
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, format=name, effort="fast")
     assert not (tmp_path / "q").exists()

@@ -52,7 +52,7 @@ def kinds(model: nn.Module, part: str) -> set[bool]:
 def test_members_that_are_all_ignored_leave_the_joined_layer_plain_b01(tmp_path: Path) -> None:
     """B01: the model has one qkv_proj, the entries name q, k and v."""
     source = save_tiny_model(tmp_path / "model", "phi3")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=QKV)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=QKV, effort="fast")
     model = load(tmp_path / "q", device="cpu")
     assert kinds(model, "qkv_proj") == {False}
     assert kinds(model, "o_proj") == kinds(model, "gate_up_proj") == {True}
@@ -65,14 +65,14 @@ def test_members_that_are_ignored_in_part_are_an_error_that_names_them_all_b01(
 ) -> None:
     source = save_tiny_model(tmp_path / "model", "phi3")
     with pytest.raises(SchemeError, match="one matrix") as caught:
-        quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=ignored)
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=ignored, effort="fast")
     members = ("gate_proj", "up_proj") if "up_proj" in ignored else QKV
     assert all(f".{member} is " in str(caught.value) for member in members)
 
 
 def test_a_configuration_that_names_members_is_read_b01(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", "phi3")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=("qkv_proj",))
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=("qkv_proj",), effort="fast")
     layers = [f"model.layers.{index}.self_attn" for index in range(2)]
 
     def by_members(config: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def test_a_configuration_that_names_members_is_read_b01(tmp_path: Path) -> None:
 def test_a_joined_name_means_its_members_b01(entry: str, tmp_path: Path) -> None:
     """The other way round: the model has three projections and the entry names the joined one."""
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=(entry,))
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=(entry,), effort="fast")
     model = load(tmp_path / "q", device="cpu")
     assert all(kinds(model, member) == {False} for member in QKV)
     assert kinds(model, "o_proj") == {True}
@@ -98,7 +98,7 @@ def test_a_joined_name_means_its_members_b01(entry: str, tmp_path: Path) -> None
 def test_ignored_blocks_of_experts_stay_dense_b07(tmp_path: Path) -> None:
     """B07: experts ask the same question as dense layers."""
     source = save_tiny_model(tmp_path / "model", "qwen3_moe")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=("layers.0.mlp.experts",))
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=("layers.0.mlp.experts",), effort="fast")
     model = load(tmp_path / "q", device="cpu", dtype=torch.float32, strict=True)
     assert kinds(model.model.layers[0].mlp, "gate") == {False}
     assert kinds(model.model.layers[1].mlp, "gate.") == {True}
@@ -108,7 +108,7 @@ def test_ignored_blocks_of_experts_stay_dense_b07(tmp_path: Path) -> None:
 def test_tensors_below_one_module_have_places_of_their_own_b08(tmp_path: Path) -> None:
     """B08: `weight_scale_inv` is no `weight`, not of an expert either, whose weights are merged by name."""
     source = save_tiny_model(tmp_path / "model", "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    quantize(source, tmp_path / "q", "FP8_BLOCK", format="fp8")
+    quantize(source, tmp_path / "q", "FP8_BLOCK", format="fp8", effort="fast")
     stored = StoredCheckpoint.open(tmp_path / "q")
     model = build_on_meta(read_config(tmp_path / "q"), torch.float32)
     destinations = Destinations(model, stored.modules, stored.split)
@@ -122,7 +122,7 @@ def test_tensors_below_one_module_have_places_of_their_own_b08(tmp_path: Path) -
 def test_an_entry_may_use_the_name_on_disk_or_the_models_b03(entry: str, tmp_path: Path) -> None:
     """B03: transformers renames Mixtral's modules, and configurations of either age are met."""
     source = save_tiny_model(tmp_path / "model", "mixtral")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     rewritten(tmp_path / "q", lambda config: config.update(ignore=["lm_head", entry]))
     report = load(tmp_path / "q", device="cpu").fewbit_report
     assert not [line for line in report.contradictions if entry in line]
@@ -146,7 +146,7 @@ def test_every_format_reports_entries_that_match_nothing(name: str) -> None:
 def test_rules_that_take_parts_of_segments_are_followed_and_told_b05(name: str, entry: str, tmp_path: Path) -> None:
     """B05: b_proj is a part of kv_b_proj to these formats; the reader follows, says so, and lets tensors decide."""
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, format=name)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, format=name, effort="fast")
     rewritten(tmp_path / "q", lambda config: config.update({entry: ["p_proj"]}))
     with pytest.warns(UserWarning, match=f"{entry} names model.layers.[01].mlp.up_proj by 'p_proj', a part of") as told:
         report = load(tmp_path / "q", device="cpu").fewbit_report
@@ -162,7 +162,7 @@ def test_a_hybrid_checkpoint_is_read_by_its_tensors_b16(tmp_path: Path) -> None:
     """B16: int4 and FP8 layers under a configuration that tells of int4 only; no scale is skipped."""
     source = save_tiny_model(tmp_path / "model")
     for scheme, size in (("W4A16", 32), ("FP8_DYNAMIC", None)):
-        quantize(source, tmp_path / scheme, scheme, group_size=size)
+        quantize(source, tmp_path / scheme, scheme, group_size=size, effort="fast")
     tensors = load_file(tmp_path / "W4A16" / "model.safetensors")
     other = load_file(tmp_path / "FP8_DYNAMIC" / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj"

@@ -95,7 +95,7 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
         groups = {group: value for group, value in GROUPS[name].items() if group != "R3"}
         library.apply_transform_config(model, library.TransformConfig(config_groups=groups))
         model.save_pretrained(source)
-        quantize(source, folder / "q", "W8A16", group_size=32)
+        quantize(source, folder / "q", "W8A16", group_size=32, effort="fast")
         with_transforms(folder / "q", GROUPS[name])
         with torch.no_grad():
             for layer in decoded_layers(StoredCheckpoint.open(folder / "q")):
@@ -165,7 +165,7 @@ def test_conversion_refuses_what_would_be_lost(rotated: Callable[[str], Any], tm
     ],
 )
 def test_what_cannot_run_is_refused_by_name(groups: dict[str, Any], words: str, tmp_path: Path) -> None:
-    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W8A16", group_size=32)
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", "W8A16", group_size=32, effort="fast")
     with pytest.raises(CheckpointError, match=words):
         load(with_transforms(tmp_path / "q", groups), device="cpu")
 

@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", PRESETS)
 def test_every_preset_is_written_verified_and_close_to_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
-    report = quantize(source, tmp_path / "q", scheme, group_size=group_size(scheme))
+    report = quantize(source, tmp_path / "q", scheme, group_size=group_size(scheme), effort="fast")
     result = verify(tmp_path / "q", source)
     bits = PRESETS[scheme].rules[0].key.weight.element.bits
     weights_ok = [check for check in result.checks if check.name != "weights against source" or bits > 2]
@@ -56,7 +56,7 @@ def test_every_preset_is_written_verified_and_close_to_its_source(source: Path, 
 
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_BLOCK", "FP8_DYNAMIC"])
 def test_native_fp8_is_written_and_verified(source: Path, tmp_path: Path, scheme: str) -> None:
-    quantize(source, tmp_path / "q", scheme, format="fp8")
+    quantize(source, tmp_path / "q", scheme, format="fp8", effort="fast")
     assert verify(tmp_path / "q", source).passed
     assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["quant_method"] in (
         "fp8",
@@ -73,7 +73,7 @@ def test_every_format_that_holds_a_preset_writes_it(source: Path, tmp_path: Path
         size = 32 if key.weight.element.is_integer else None
         held += [scheme] if formats()[format].refuse(key, (128, 128)) is None else []
         try:
-            quantize(source, tmp_path / scheme, scheme, group_size=size, format=format)
+            quantize(source, tmp_path / scheme, scheme, group_size=size, format=format, effort="fast")
         except ShapeError as refused:  # the format says what it cannot hold
             assert format in str(refused)
             continue
@@ -87,7 +87,7 @@ def test_every_format_that_holds_a_preset_writes_it(source: Path, tmp_path: Path
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
 def test_static_activation_scales_of_every_family(tmp_path: Path, family: str, scheme: str) -> None:
     source = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3)
-    report = quantize(source, tmp_path / "q", scheme)
+    report = quantize(source, tmp_path / "q", scheme, effort="fast")
     assert report["layers"]
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     scales = [tensor for name, tensor in tensors.items() if name.endswith(("input_scale", "input_global_scale"))]
@@ -107,7 +107,7 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
     from fewbit.models.quantization.texts import builtin_text
 
     source = save_tiny_model(tmp_path / "model", max_position_embeddings=1024, dtype=torch.float32)
-    quantize(source, tmp_path / "q", "FP8", self_samples=0)
+    quantize(source, tmp_path / "q", "FP8", self_samples=0, effort="fast")
     tokenizer = AutoTokenizer.from_pretrained(source)
     windows = token_windows(tokenizer, builtin_text(), CALIBRATION_LENGTH, CALIBRATION_WINDOWS)
     stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -127,7 +127,7 @@ def test_calibrated_scale_is_what_stock_transformers_sees(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
 def test_static_activation_scales_can_leave_out_the_largest(source: Path, tmp_path: Path, scheme: str) -> None:
-    sizes = {"calibration_windows": 4, "calibration_length": 64}
+    sizes = {"calibration_windows": 4, "calibration_length": 64, "effort": "fast"}
     quantize(source, tmp_path / "all", scheme, **sizes)
     quantize(source, tmp_path / "most", scheme, activation_percentile=99.0, **sizes)
     largest = load_file(tmp_path / "all" / "model.safetensors")
@@ -143,7 +143,7 @@ def test_static_activation_scales_can_leave_out_the_largest(source: Path, tmp_pa
 
 
 def test_joined_projections_share_their_global_scale(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path / "q", "NVFP4A16")
+    quantize(source, tmp_path / "q", "NVFP4A16", effort="fast")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         scales = {tensors[f"model.layers.0.{name}.weight_global_scale"].item() for name in members}
@@ -152,7 +152,7 @@ def test_joined_projections_share_their_global_scale(source: Path, tmp_path: Pat
 
 def test_two_runs_write_equal_bytes(source: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        quantize(source, tmp_path / name, "W4A16", group_size=32)
+        quantize(source, tmp_path / name, "W4A16", group_size=32, effort="fast")
     for file in ("model.safetensors", "config.json", "fewbit_recipe.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -165,7 +165,7 @@ def test_side_files_are_copied_and_unknown_tensors_carried(source: Path, tmp_pat
     (model / "hf_quant_config.json.bak").write_text("{}")
     tensors = load_file(model / "model.safetensors") | {"mtp.head.weight": torch.ones(4, 4), "mtp.norm": torch.ones(4)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    report = quantize(model, tmp_path / "q", "W4A16", group_size=32)
+    report = quantize(model, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     assert (tmp_path / "q" / "chat_template.jinja").exists() and (tmp_path / "q" / "tokenizer.json").exists()
     assert torch.equal(load_file(tmp_path / "q" / "model.safetensors")["mtp.head.weight"], torch.ones(4, 4))
     assert report["kept"] == ["mtp.head.weight", "mtp.norm"]
@@ -173,8 +173,8 @@ def test_side_files_are_copied_and_unknown_tensors_carried(source: Path, tmp_pat
 
 
 def test_small_shards_hold_the_same_tensors(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path / "one", "W4A16", group_size=32)
-    quantize(source, tmp_path / "many", "W4A16", group_size=32, max_shard_bytes=30_000)
+    quantize(source, tmp_path / "one", "W4A16", group_size=32, effort="fast")
+    quantize(source, tmp_path / "many", "W4A16", group_size=32, max_shard_bytes=30_000, effort="fast")
     one, many = StoredCheckpoint.open(tmp_path / "one").folder, StoredCheckpoint.open(tmp_path / "many").folder
     assert len(set(many.file_of.values())) > 3
     assert one.headers == many.headers
@@ -185,7 +185,7 @@ def test_group_size_that_does_not_divide_offers_what_does(tmp_path: Path) -> Non
     """B30: by the plan, before any forward pass, with the layers and the choices."""
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
     with pytest.raises(ShapeError, match=r"Group size 64 does not divide .* 96 is 1\.5 times 64 \(model") as caught:
-        quantize(source, tmp_path / "q", "W4A16", group_size=64)
+        quantize(source, tmp_path / "q", "W4A16", group_size=64, effort="fast")
     for offer in ("--group-size 32", "--group-size -1", "--short-last-group"):
         assert offer in caught.value.hint
     assert not (tmp_path / "q").exists()
@@ -207,10 +207,10 @@ def test_short_last_group_is_written_on_request(tmp_path: Path, scheme: str, alg
 def test_short_last_group_is_not_offered_where_the_format_holds_none(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model", hidden_size=96, num_attention_heads=6)
     with pytest.raises(ShapeError, match="does not divide") as caught:
-        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming")
+        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming", effort="fast")
     assert "--group-size 32" in caught.value.hint and "--short-last-group" not in caught.value.hint
     with pytest.raises(ShapeError, match=r"humming cannot hold model\S+ as int4:group64:bf16: .*K=96"):
-        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming", short_last_group=True)
+        quantize(source, tmp_path / "q", "W4A16", group_size=64, format="humming", short_last_group=True, effort="fast")
     assert not (tmp_path / "q").exists()
 
 
@@ -255,7 +255,7 @@ def test_existing_output_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "precious.txt").write_text("mine")
     with pytest.raises(OutputError, match="exists"):
-        quantize(source, tmp_path / "q", "W4A16", group_size=32)
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     assert [path.name for path in (tmp_path / "q").iterdir()] == ["precious.txt"]
 
 
@@ -265,7 +265,7 @@ def test_disk_that_fills_leaves_nothing(source: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
-        quantize(source, tmp_path / "q", "W4A16", group_size=32)
+        quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,20 +275,20 @@ def test_weight_that_is_not_finite_is_named(source: Path, tmp_path: Path) -> Non
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj"):
-        quantize(model, tmp_path / "q", "W4A16", group_size=32)
+        quantize(model, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     assert not (tmp_path / "q").exists()
 
 
 def test_quantized_source_is_refused(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     with pytest.raises(CheckpointError, match="quantized already"):
-        quantize(tmp_path / "q", tmp_path / "again", "W4A16", group_size=32)
+        quantize(tmp_path / "q", tmp_path / "again", "W4A16", group_size=32, effort="fast")
 
 
 def test_plan_predicts_the_bytes(source: Path, tmp_path: Path) -> None:
     for scheme in ("W4A16", "FP8_DYNAMIC", "NVFP4A16"):
         plan = QuantizeOptions(scheme, group_size(scheme)).plan(source)
-        report = quantize(source, tmp_path / scheme, scheme, group_size=group_size(scheme))
+        report = quantize(source, tmp_path / scheme, scheme, group_size=group_size(scheme), effort="fast")
         # weight_shape of packed integers, 16 bytes a layer, is all that the plan does not count.
         assert 0 <= report["bytes_after"] - plan.bytes_after <= 16 * len(report["layers"])
 

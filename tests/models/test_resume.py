@@ -21,7 +21,7 @@ from tests.tiny_models import save_tiny_model
 
 SIZES = {"calibration_windows": 6, "calibration_length": 32}
 RUNS: dict[str, dict[str, Any]] = {
-    "data-free": {"scheme": "W4A16", "group_size": 32},
+    "data-free": {"scheme": "W4A16", "group_size": 32, "effort": "fast"},
     "gptq": {"scheme": "W4A16", "group_size": 32, "algorithm": "gptq", "max_shard_bytes": 60_000} | SIZES,
     "sign_round": {"scheme": "NVFP4", "algorithm": "sign_round", "settings": {"iterations": 2}} | SIZES,
     "transformed": {

@@ -187,7 +187,9 @@ def test_checkpoints_are_written_verified_and_read_by_stock_transformers(
 ) -> None:
     source = save_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     size = 32 if scheme == "W4A16" else None
-    report = quantize(source, tmp_path / "q", scheme, group_size=size, transforms=chain, calibration_windows=4)
+    report = quantize(
+        source, tmp_path / "q", scheme, group_size=size, transforms=chain, calibration_windows=4, effort="fast"
+    )
     assert {entry["transform"] for entry in report["transforms"]} == set(chain)
     recipe = Recipe.from_json((tmp_path / "q" / "fewbit_recipe.json").read_text())
     assert recipe.transforms == tuple(parse_transform(text).record for text in chain)
@@ -209,7 +211,7 @@ def test_two_runs_write_equal_bytes(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
     for name in ("a", "b"):
         options = {"transforms": ("rotation", "awq:points=4"), "calibration_windows": 4, "calibration_length": 64}
-        quantize(source, tmp_path / name, "W4A16", group_size=32, **options)
+        quantize(source, tmp_path / name, "W4A16", group_size=32, effort="fast", **options)
     for file in ("model.safetensors", "config.json", "fewbit_recipe.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -221,7 +223,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, text: s
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj"):
-        quantize(source, tmp_path / "q", "W4A16", group_size=32, transforms=(text,), calibration_windows=2)
+        quantize(
+            source, tmp_path / "q", "W4A16", group_size=32, transforms=(text,), calibration_windows=2, effort="fast"
+        )
     assert not (tmp_path / "q").exists()
 
 

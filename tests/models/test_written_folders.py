@@ -47,7 +47,7 @@ def test_experts_that_no_token_reached_b49_b51(scheme: str, suffix: str, tmp_pat
     """B49: their static scale is that of a sibling, never NaN. B51: all are quantized, and the report says how."""
     source = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
     edited(source, model__layers__0__mlp__gate__weight=torch.zeros(8, 64).bfloat16())  # the same two experts for all
-    report = quantize(source, tmp_path / "q", scheme)
+    report = quantize(source, tmp_path / "q", scheme, effort="fast")
     experts = [layer for layer in report["layers"] if "layers.0.mlp.experts" in layer["name"]]
     assert len(experts) == 3 * 8
     reached = [layer for layer in experts if layer["tokens"]]
@@ -71,7 +71,9 @@ def test_experts_that_no_token_reached_b49_b51(scheme: str, suffix: str, tmp_pat
 
 
 def test_without_calibration_no_tokens_are_claimed_b51(tmp_path: Path) -> None:
-    report = quantize(save_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "q", "W4A16", group_size=32)
+    report = quantize(
+        save_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "q", "W4A16", group_size=32, effort="fast"
+    )
     assert {(layer["tokens"], layer["note"]) for layer in report["layers"]} == {(None, "")}
     assert len([layer for layer in report["layers"] if ".experts." in layer["name"]]) == 2 * 3 * 4
 
@@ -84,7 +86,9 @@ def test_routers_are_on_the_list_of_what_stays_plain_b53(
     """B53: a router is no Linear of the model, and readers that build one would look for its codes."""
     source = save_tiny_model(tmp_path / "model", family)
     scheme = "W4A16" if format_name != "modelopt" else "FP8_DYNAMIC"
-    quantize(source, tmp_path / "q", scheme, format=format_name, group_size=32 if scheme == "W4A16" else None)
+    quantize(
+        source, tmp_path / "q", scheme, format=format_name, group_size=32 if scheme == "W4A16" else None, effort="fast"
+    )
     written = StoredCheckpoint.open(tmp_path / "q")
     assert written.format is not None and written.scheme is not None
     for layer in range(2):
@@ -100,7 +104,7 @@ def test_routers_are_on_the_list_of_what_stays_plain_b53(
 def test_a_tied_head_needs_no_tensor_b56(family: str, tmp_path: Path) -> None:
     """B56: the file has the embedding only, and the logits are those of a twin that has both."""
     source = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=True)
-    report = quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    report = quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     names = load_file(tmp_path / "q" / "model.safetensors").keys()
     assert not [name for name in names if name.startswith("lm_head")]
     assert configuration(tmp_path / "q")["tie_word_embeddings"] is True
@@ -137,7 +141,7 @@ def test_a_head_that_is_quantized_apart_is_untied_b57(tmp_path: Path) -> None:
 def test_a_quantized_embedding_is_stored_once_b57(tied: bool, family: str, tmp_path: Path) -> None:
     """B57: a head that is tied to it is the same record, and stays tied; one that is not stays as it is."""
     source = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
-    quantize(source, tmp_path / "q", "W4A16", group_size=32, embeddings="W8A16")
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, embeddings="W8A16", effort="fast")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     assert "model.embed_tokens.weight_packed" in tensors
     assert "model.embed_tokens.weight" not in tensors
@@ -160,12 +164,12 @@ def test_a_quantized_embedding_is_stored_once_b57(tied: bool, family: str, tmp_p
 
 def test_one_key_for_layers_and_embedding_is_said_of_both_b57(tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", "W8A16", group_size=32, embeddings="W8A16")
+    quantize(source, tmp_path / "q", "W8A16", group_size=32, embeddings="W8A16", effort="fast")
     load(tmp_path / "q", device="cpu", strict=True)
     with pytest.raises(OutputError, match=r"gptq cannot say that model\.embed_tokens is quantized"):
-        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="W8A16", format="gptq")
+        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="W8A16", format="gptq", effort="fast")
     with pytest.raises(SchemeError, match="looked up row by row"):
-        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="FP8_BLOCK")
+        quantize(source, tmp_path / "g", "W8A16", group_size=32, embeddings="FP8_BLOCK", effort="fast")
 
 
 # --- files and tensors -----------------------------------------------------------------------------------------------
@@ -174,7 +178,7 @@ def test_one_key_for_layers_and_embedding_is_said_of_both_b57(tmp_path: Path) ->
 def test_a_layer_that_was_not_packed_fails_verification_b74(tmp_path: Path) -> None:
     """B74: a folder as large as its source is no success, whatever its configuration says."""
     source = save_tiny_model(tmp_path / "model")
-    quantize(source, tmp_path / "q", "W4A16", group_size=32)
+    quantize(source, tmp_path / "q", "W4A16", group_size=32, effort="fast")
     name = "model.layers.0.mlp.up_proj"
     packed = {tensor for tensor in load_file(tmp_path / "q" / "model.safetensors") if tensor.startswith(f"{name}.")}
     weight = load_file(source / "model.safetensors")[f"{name}.weight"]

@@ -51,7 +51,7 @@ def agree(ours: PreTrainedModel, theirs: PreTrainedModel, ids: torch.Tensor) -> 
 @pytest.mark.model
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", *WIDENED])
 def test_real_weights_agree(smollm2_cut: Path, tmp_path: Path, scheme: str) -> None:
-    quantize(smollm2_cut, tmp_path / "q", scheme, group_size=64 if scheme == "W4A16" else None)
+    quantize(smollm2_cut, tmp_path / "q", scheme, group_size=64 if scheme == "W4A16" else None, effort="fast")
     ours = load(tmp_path / "q", device="cpu", dtype=torch.float32, preference=Preference("reference"))
     agree(ours, stock(tmp_path / "q", scheme), IDS)
 
@@ -61,7 +61,7 @@ def test_real_weights_agree(smollm2_cut: Path, tmp_path: Path, scheme: str) -> N
 )
 def test_sizes_that_are_multiples_of_128_agree(tmp_path: Path, scheme: str) -> None:
     source = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
-    quantize(source, tmp_path / "q", scheme)
+    quantize(source, tmp_path / "q", scheme, effort="fast")
     ours = load(tmp_path / "q", device="cpu", dtype=torch.float32, preference=Preference("reference"))
     agree(ours, stock(tmp_path / "q", scheme), IDS % 256)
 
@@ -90,7 +90,7 @@ def test_blocks_that_do_not_fit_are_right_in_fewbit(tmp_path: Path, sizes: tuple
         tmp_path / "model", hidden_size=hidden, intermediate_size=intermediate, head_dim=64, num_attention_heads=3,
         num_key_value_heads=3,
     )  # fmt: skip
-    quantize(source, tmp_path / "q", "FP8_BLOCK")
+    quantize(source, tmp_path / "q", "FP8_BLOCK", effort="fast")
     original = TensorFolder(source)
     layers = list(decoded_layers(StoredCheckpoint.open(tmp_path / "q")))
     assert len(layers) == 14
@@ -109,7 +109,7 @@ def test_native_fp8_blocks_load_in_stock_transformers(tmp_path: Path) -> None:
     """Weights alone: on a CPU transformers dequantizes and leaves activations as they are."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to read FP8")
     source = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
-    quantize(source, tmp_path / "q", "FP8_BLOCK", format="fp8")
+    quantize(source, tmp_path / "q", "FP8_BLOCK", format="fp8", effort="fast")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
     from fewbit.evaluation.layer_error import decoded_layers
     from fewbit.models.stored import StoredCheckpoint

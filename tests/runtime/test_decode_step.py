@@ -53,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
             written[key] = source
             if scheme != PLAIN:
                 written[key] = source.parent / "quantized"
-                quantize(source, written[key], scheme, group_size=32 if scheme.startswith("W4A16") else None)
+                quantize(
+                    source, written[key], scheme, group_size=32 if scheme.startswith("W4A16") else None, effort="fast"
+                )
         return written[key]
 
     return of

@@ -12,7 +12,8 @@ import torch
 from fewbit.algorithms.effort import means_for
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.output import parse_size
-from fewbit.errors import SchemeError
+from fewbit.checkpoints.work_folder import WorkFolder
+from fewbit.errors import ModelError, SchemeError
 from fewbit.models.load import Progress
 from fewbit.models.quantization.block_loop import plan_needs_calibration
 from fewbit.models.quantization.block_stream import MOST_HELD
@@ -29,6 +30,7 @@ from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.self_samples import samples_unasked, self_samples
 from fewbit.models.quantization.texts import read_text
 from fewbit.models.quantization.transforms.registry import parse_transform
+from fewbit.numerics.activations import needs_calibration
 from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import BUDGET_KEYS, kv_cache_preset, preset
@@ -67,7 +69,7 @@ class QuantizeOptions:
     group_size: int | None = None
     ignore: tuple[str, ...] = ()
     format: str = "compressed-tensors"
-    effort: str = "fast"
+    effort: str = "balanced"
     algorithm: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     short_last_group: bool = False
@@ -153,7 +155,12 @@ def calibration_for(source: str | Path, plan: Plan, asked: QuantizeOptions, devi
     """
     if not plan_needs_calibration(plan):
         return None
-    return read_calibration(source, asked, device)
+    try:
+        return read_calibration(source, asked, device)
+    except ModelError as error:
+        if not any(needs_calibration(layer.key.activation) for layer in plan.quantized if layer.key):
+            error.add_hint("Or ask for --effort fast, which reads no data.")
+        raise
 
 
 def read_calibration(source: str | Path, asked: QuantizeOptions, device: str = "cpu") -> Calibration:
@@ -246,6 +253,7 @@ def quantize(
         FewbitError: anything that a user can mend; see `fewbit.errors`.
     """
     asked = replace(QuantizeOptions(scheme, group_size, tuple(ignore)), **options)
+    WorkFolder(output).require_unwritten()
     plan, calibration = prepare(model, asked, device)
     return quantize_checkpoint(
         model,
