@@ -16,6 +16,7 @@ from torch import nn
 from fewbit.checkpoints.registry import formats
 from fewbit.errors import CheckpointError, SchemeError
 from fewbit.evaluation.verify import verify
+from fewbit.kernels.select import Preference
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.destinations import Destinations
 from fewbit.models.load import load
@@ -99,7 +100,8 @@ def test_ignored_blocks_of_experts_stay_dense_b07(tmp_path: Path) -> None:
     """B07: experts ask the same question as dense layers."""
     source = save_tiny_model(tmp_path / "model", "qwen3_moe")
     quantize(source, tmp_path / "q", "W4A16", group_size=32, ignore=("layers.0.mlp.experts",), effort="fast")
-    model = load(tmp_path / "q", device="cpu", dtype=torch.float32, strict=True)
+    apart = Preference(disabled=frozenset({"cpu_experts"}))
+    model = load(tmp_path / "q", device="cpu", dtype=torch.float32, strict=True, preference=apart)
     assert kinds(model.model.layers[0].mlp, "gate") == {False}
     assert kinds(model.model.layers[1].mlp, "gate.") == {True}
     assert verify(tmp_path / "q", source).passed

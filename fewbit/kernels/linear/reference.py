@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -47,7 +48,11 @@ class Reference(LinearKernel):
         # Codes and zero points take a byte each.
         unpacked = replace(request.key.weight, element=integer(8))
         shape = (request.rows, request.columns)
-        return int(unpacked.bits_per_weight(shape) * request.rows * request.columns / 8)
+        held = int(unpacked.bits_per_weight(shape) * request.rows * request.columns / 8)
+        if unpacked.global_scale:  # float64 in the hub
+            bits = 64 - unpacked.global_scale.element.bits
+            held += prod(unpacked.global_scale.granularity.scale_shape(shape)) * bits // 8
+        return held
 
 
 @dataclass(frozen=True)
