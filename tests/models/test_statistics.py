@@ -117,7 +117,7 @@ def test_another_text_or_model_is_refused_by_name(source: Path, kept: Path, tmp_
     [
         {"scheme": "W4A16", "group_size": 32, "algorithm": "gptq"},
         {"scheme": "W3A16", "group_size": 32, "algorithm": "gptq"},
-        {"scheme": "FP8", "kv_cache": "fp8_head"},
+        {"scheme": "FP8", "kv_cache": "fp8_head", "effort": "fast"},
     ],
     ids=lambda asked: asked["scheme"],
 )
