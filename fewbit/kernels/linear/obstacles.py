@@ -37,6 +37,18 @@ def triton_obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str
         yield f"bf16 arithmetic is needed, {hardware.name} has none; ask for float16"
 
 
+def capability_obstacles(hardware: Hardware, needed: int, what: str) -> Iterator[str]:
+    """A compute capability below the one, in tenths, that `what` needs."""
+    if hardware.capability < needed:
+        yield f"{what} needs compute capability {needed / 10}, {hardware.name} has {hardware.capability / 10}"
+
+
+def cublas_obstacles(request: LinearRequest) -> Iterator[str]:
+    """What torch's own scaled product on CUDA cannot promise."""
+    if request.batch_invariant:
+        yield "the same bits at every M are asked for, and cuBLASLt chooses its product by M"
+
+
 def record_obstacles(request: LinearRequest, supported: Container[str] = ()) -> Iterator[str]:
     """Parts of a record that a kernel would have to apply and does not, `supported` extras aside; empty layers."""
     if request.has_order and "order" not in supported:

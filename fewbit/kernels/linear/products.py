@@ -6,22 +6,83 @@ library multiplies instead, `tile_plans` says.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from fewbit.kernels.activation.rounding import Rounding
-from fewbit.kernels.interface import LinearRequest, Prepared
-from fewbit.kernels.linear.product_layout import ProductLayout, product_numbers, product_tensors
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, triton_obstacles
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of, product_numbers, product_tensors
 from fewbit.kernels.linear.tile_plans import fixed_plan, plan_for, rows_at_once
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name, interprets_triton
 from fewbit.numerics import QuantizedTensor, decode, dequantize
 from fewbit.numerics.activations import quantize_activations
 from fewbit.packing.registry import unpack_record
+from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import QuantKey
 
 COUNTERS = 4096
 """Blocks of outputs that may be split over K at once; each needs a counter, which is zero between calls."""
+
+
+class ProductKernel(LinearKernel):
+    """A kernel of 8-bit products: what it takes is its own, the rest is in this file."""
+
+    backend: ClassVar[str] = "triton"
+
+    codes: ClassVar[str]
+    """What both sides are multiplied as: `e4m3` or `int8`."""
+
+    weights: ClassVar[str]
+    """The weights that it takes, for people."""
+
+    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
+        return Refusal.first(self._obstacles(request, hardware))
+
+    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
+        """See the contract.
+
+        Raises:
+            CheckpointError: a code lies outside the element's range.
+        """
+        require_roles(record, request)
+        layout = self._layout_of(request)
+        assert layout is not None, "the request was refused"
+        return prepare_product(record, request, layout)
+
+    def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        return run_product(x, prepared, bias)
+
+    def prepared_bytes(self, request: LinearRequest) -> int:
+        return product_bytes(self._layout_of(request))
+
+    @abstractmethod
+    def device_obstacles(self, hardware: Hardware) -> Iterator[str]:
+        """What a device lacks, beside what every Triton program needs."""
+
+    @abstractmethod
+    def key_obstacles(self, request: LinearRequest) -> Iterator[str]:
+        """What is wrong with the request's activations, and with weights where the layout does not say it."""
+
+    def _layout_of(self, request: LinearRequest) -> ProductLayout | None:
+        return None if any(self.key_obstacles(request)) else product_layout_of(request, self.codes)
+
+    def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        yield from triton_obstacles(request, hardware)
+        yield from self.device_obstacles(hardware)
+        yield from record_obstacles(request)
+        yield from self.key_obstacles(request)
+        if product_layout_of(request, self.codes) is None:
+            key = request.key
+            yield (
+                f"{self.weights} without zero points, one scale for at least 64 input features (32 for 4 bits), are "
+                f"needed, found {key.weight} under {key.activation} over K={request.columns}"
+            )
 
 
 def prepare_product(record: QuantizedTensor, request: LinearRequest, layout: ProductLayout) -> Prepared:

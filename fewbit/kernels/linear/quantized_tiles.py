@@ -7,20 +7,51 @@ in float32; scales of tokens and of the tensor come after the sum.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fewbit.kernels.activation.rounding import Rounding
-from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.products import static_tensors
-from fewbit.kernels.linear.triton_tiles import COUNTERS, multiply
+from fewbit.kernels.linear.triton_tiles import COUNTERS, multiply, tile_bytes
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of, tile_tensors
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import interprets_triton
 from fewbit.numerics import QuantizedTensor, decode, dequantize
 from fewbit.numerics.activations import quantize_activations
 from fewbit.packing.registry import unpack_record
+from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import QuantKey
+
+
+class QuantizedTilesKernel(LinearKernel):
+    """A kernel of this operation; which activations it takes is its own."""
+
+    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
+        return Refusal.first(self.obstacles(request, hardware))
+
+    @abstractmethod
+    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        """Why it does not run a request, in words."""
+
+    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
+        """See the contract.
+
+        Raises:
+            CheckpointError: a code lies outside the element's range.
+        """
+        require_roles(record, request)
+        return prepare_tiles(record, request)
+
+    def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        return run_tiles(x, prepared, bias)
+
+    def prepared_bytes(self, request: LinearRequest) -> int:
+        return tile_bytes(request)
 
 
 def prepare_tiles(record: QuantizedTensor, request: LinearRequest) -> Prepared:

@@ -26,7 +26,13 @@ from torch import Tensor
 from fewbit.kernels.activation.rounding import MAX_COLUMNS, Rounding, covers_all
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.integer_activations import dynamic_scale, scale_obstacles, static_scale
-from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, row_scale_obstacles
+from fewbit.kernels.linear.obstacles import (
+    capability_obstacles,
+    cublas_obstacles,
+    record_obstacles,
+    require_roles,
+    row_scale_obstacles,
+)
 from fewbit.kernels.linear.operands import row_scales
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import has_triton
@@ -79,9 +85,7 @@ class TorchScaledMm(LinearKernel):
 def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
     if hardware.platform != "cuda":
         yield f"runs on CUDA, found {hardware.platform}"
-    if hardware.capability < CAPABILITY:
-        found = f"{hardware.capability // 10}.{hardware.capability % 10}"
-        yield f"FP8 arithmetic needs compute capability 8.9, {hardware.name} has {found}"
+    yield from capability_obstacles(hardware, CAPABILITY, "FP8 arithmetic")
     yield from _key_obstacles(request)
     if request.dtype not in ("bf16", "f16"):
         yield f"the product is written in bf16 or f16, the layer works in {request.dtype}"
@@ -89,8 +93,7 @@ def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
         if extent % QUANTUM:
             yield f"{axis} must be a multiple of {QUANTUM}, found {extent}"
     yield from record_obstacles(request)
-    if request.batch_invariant:
-        yield "the same bits at every M are asked for, and cuBLASLt chooses its product by M"
+    yield from cublas_obstacles(request)
 
 
 def _key_obstacles(request: LinearRequest) -> Iterator[str]:

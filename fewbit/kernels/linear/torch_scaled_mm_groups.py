@@ -18,7 +18,13 @@ from torch import Tensor
 
 from fewbit.kernels.activation.rounding import Rounding, rounding_obstacles
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
-from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, triton_obstacles
+from fewbit.kernels.linear.obstacles import (
+    capability_obstacles,
+    cublas_obstacles,
+    record_obstacles,
+    require_roles,
+    triton_obstacles,
+)
 from fewbit.kernels.linear.products import static_tensors
 from fewbit.kernels.operations import define
 from fewbit.numerics import QuantizedTensor, decode, dequantize
@@ -77,9 +83,7 @@ class TorchScaledMmGroups(LinearKernel):
 def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
     yield from triton_obstacles(request, hardware)
     weight, activation = request.key.weight, request.key.activation
-    if hardware.capability < CAPABILITY:
-        found = f"{hardware.capability // 10}.{hardware.capability % 10}"
-        yield f"arithmetic of block-scaled floats needs compute capability 10.0, {hardware.name} has {found}"
+    yield from capability_obstacles(hardware, CAPABILITY, "arithmetic of block-scaled floats")
     if activation is None:
         yield "no activation key: both sides of the product must be quantized"
         return
@@ -98,8 +102,7 @@ def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
         if extent % QUANTA[axis]:
             yield f"{axis} must be a multiple of {QUANTA[axis]}, found {extent}"
     yield from record_obstacles(request)
-    if request.batch_invariant:
-        yield "the same bits at every M are asked for, and cuBLASLt chooses its product by M"
+    yield from cublas_obstacles(request)
 
 
 def in_blocks(scale: Tensor) -> Tensor:

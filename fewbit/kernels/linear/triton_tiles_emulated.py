@@ -11,50 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from torch import Tensor
-
 from fewbit.kernels.activation.rounding import covers_rows, rounding_obstacles
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
-from fewbit.kernels.linear.obstacles import require_roles
-from fewbit.kernels.linear.quantized_tiles import prepare_tiles, run_tiles
-from fewbit.kernels.linear.triton_tiles import tile_bytes, tile_obstacles
-from fewbit.numerics import QuantizedTensor
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.quantized_tiles import QuantizedTilesKernel
+from fewbit.kernels.linear.triton_tiles import tile_obstacles
 from fewbit.spec.element import F32
 from fewbit.spec.hardware import Hardware
 
 
-class TritonTilesEmulated(LinearKernel):
+class TritonTilesEmulated(QuantizedTilesKernel):
     """See the head of this file."""
 
     name: ClassVar[str] = "triton_tiles_emulated"
     backend: ClassVar[str] = "emulation"
     emulates: ClassVar[bool] = True
 
-    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(_obstacles(request, hardware))
-
-    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
-        """See the contract.
-
-        Raises:
-            CheckpointError: a code lies outside the element's range.
-        """
-        require_roles(record, request)
-        return prepare_tiles(record, request)
-
-    def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-        return run_tiles(x, prepared, bias)
-
-    def prepared_bytes(self, request: LinearRequest) -> int:
-        return tile_bytes(request)
-
-
-def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-    activation = request.key.activation
-    if activation is None:
-        yield "no activation key: there is nothing to emulate"
-        return
-    yield from tile_obstacles(request, hardware)
-    if covers_rows(activation) or activation.scale.element == F32:
-        yield f"activations in groups under scales of e8m0 or e4m3 are emulated, found {activation}"
-    yield from rounding_obstacles(activation, request.columns, request.batch_invariant)
+    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        activation = request.key.activation
+        if activation is None:
+            yield "no activation key: there is nothing to emulate"
+            return
+        yield from tile_obstacles(request, hardware)
+        if covers_rows(activation) or activation.scale.element == F32:
+            yield f"activations in groups under scales of e8m0 or e4m3 are emulated, found {activation}"
+        yield from rounding_obstacles(activation, request.columns, request.batch_invariant)

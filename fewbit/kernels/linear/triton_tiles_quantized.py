@@ -9,51 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from torch import Tensor
-
 from fewbit.kernels.activation.rounding import covers_rows, rounding_obstacles
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
-from fewbit.kernels.linear.obstacles import require_roles
-from fewbit.kernels.linear.quantized_tiles import prepare_tiles, run_tiles
-from fewbit.kernels.linear.triton_tiles import tile_bytes, tile_obstacles
-from fewbit.numerics import QuantizedTensor
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.quantized_tiles import QuantizedTilesKernel
+from fewbit.kernels.linear.triton_tiles import tile_obstacles
 from fewbit.spec.element import E4M3
 from fewbit.spec.hardware import Hardware
 
 
-class TritonTilesQuantized(LinearKernel):
+class TritonTilesQuantized(QuantizedTilesKernel):
     """See the head of this file."""
 
     name: ClassVar[str] = "triton_tiles_quantized"
     backend: ClassVar[str] = "triton"
 
-    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(_obstacles(request, hardware))
-
-    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
-        """See the contract.
-
-        Raises:
-            CheckpointError: a code lies outside the element's range.
-        """
-        require_roles(record, request)
-        return prepare_tiles(record, request)
-
-    def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-        return run_tiles(x, prepared, bias)
-
-    def prepared_bytes(self, request: LinearRequest) -> int:
-        return tile_bytes(request)
-
-
-def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-    activation = request.key.activation
-    if activation is None:
-        yield "no activation key: FP8 or integer activations are needed"
-        return
-    yield from tile_obstacles(request, hardware)
-    if activation.element != E4M3 and not activation.element.is_integer:
-        yield f"activations of e4m3 or integers are needed, found {activation.element}"
-    if not covers_rows(activation):
-        yield f"one activation scale for each token or for all is needed, found {activation.granularity}"
-    yield from rounding_obstacles(activation, request.columns, request.batch_invariant)
+    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        activation = request.key.activation
+        if activation is None:
+            yield "no activation key: FP8 or integer activations are needed"
+            return
+        yield from tile_obstacles(request, hardware)
+        if activation.element != E4M3 and not activation.element.is_integer:
+            yield f"activations of e4m3 or integers are needed, found {activation.element}"
+        if not covers_rows(activation):
+            yield f"one activation scale for each token or for all is needed, found {activation.granularity}"
+        yield from rounding_obstacles(activation, request.columns, request.batch_invariant)
