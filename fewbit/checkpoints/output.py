@@ -170,7 +170,29 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
     Raises:
         OutputError: `out` exists, its parent cannot be written, or the disk is full.
     """
+    with _staging(Path(out).absolute()) as staging:
+        yield staging
+        publish(staging, Path(out).absolute())
+
+
+@contextmanager
+def staged_file(out: str | Path) -> Iterator[Path]:
+    """A path to write a file at that becomes `out` when the block ends well, and leaves no trace when it does not.
+
+    Whatever else is written beside it is gone afterwards.
+
+    Raises:
+        OutputError: `out` exists, its parent cannot be written, or the disk is full.
+    """
     out = Path(out).absolute()
+    with _staging(out) as staging:
+        yield staging / out.name
+        publish(staging / out.name, out)
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that is gone afterwards; parents of `out` that were missing too, where it is not there."""
     require_free(out)
     made: list[Path] = []
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
@@ -179,7 +201,6 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
             made = make_parents(out.parent)
             staging.mkdir()
             yield staging
-            publish(staging, out)
             made = []
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -188,12 +209,12 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
 
 
 def publish(staging: Path, out: Path) -> None:
-    """Gives a complete folder its name, its bytes being on disk before.
+    """Gives a complete folder or file its name, its bytes being on disk before.
 
     Raises:
         OutputError: `out` exists by now.
     """
-    for path in (*staging.rglob("*"), staging):
+    for path in (*(staging.rglob("*") if staging.is_dir() else ()), staging):
         sync(path)
     require_free(out)
     staging.rename(out)
@@ -243,7 +264,6 @@ def _temporary(number: int) -> str:
 
 def require_free(out: Path) -> None:
     """Raises OutputError where something of that name exists."""
-    """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")
 
