@@ -215,6 +215,18 @@ class CheckpointFormat(ABC):
             plain: names of the linear layers that stay as they are.
         """
 
+    def file_metadata(
+        self, headers: Mapping[str, TensorHeader], layers: Mapping[str, LinearKey], dtype: str
+    ) -> dict[str, str]:
+        """Texts that a weight file carries in its header beside the tensors, where readers of the format ask for them.
+
+        Args:
+            headers: of all tensors of this file and of those before it.
+            layers: module name -> key, every quantized layer.
+            dtype: torch's name of the model's dtype.
+        """
+        return {}
+
     def config_of_roles(
         self,
         layers: Mapping[str, LinearKey],

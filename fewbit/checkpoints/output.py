@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from fewbit.checkpoints.dtypes import header_of
+from fewbit.checkpoints.interface import TensorHeader
 from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
 from fewbit.errors import OutputError
 from fewbit.lazy import torch
@@ -82,8 +84,8 @@ class TensorBuffer:
         self.tensors[name] = self._owned(tensor)
         self.nbytes += tensor.nbytes
 
-    def save(self, file: Path) -> None:
-        """Writes them all to a new file.
+    def save(self, file: Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Writes them all to a new file, `metadata` into its header.
 
         Raises:
             OutputError: safetensors refuses them.
@@ -92,7 +94,7 @@ class TensorBuffer:
         from safetensors.torch import save_file  # imports torch
 
         try:
-            save_file(self.tensors, file, metadata={"format": "pt"})
+            save_file(self.tensors, file, metadata={**(metadata or {}), "format": "pt"})
         except SafetensorError as error:  # the library reports a full disk as text
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
@@ -113,14 +115,25 @@ class TensorBuffer:
 class ShardWriter:
     """Collects tensors and writes them in shards of at most `max_shard_bytes`; memory stays at one shard.
 
+    Args:
+        folder: where the shards go.
+        max_shard_bytes: largest size of a shard.
+        metadata: texts for a shard's header, given the headers of all tensors up to its last one.
+
     Attributes:
         folder: where the shards go.
         nbytes: bytes of all tensors added.
         file_of: tensor name -> file name, final after `finish`.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        max_shard_bytes: int,
+        metadata: Callable[[Mapping[str, TensorHeader]], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        self.folder, self._metadata = folder, metadata
+        self._headers: dict[str, TensorHeader] = {}
         self.max_shard_bytes = max_shard_bytes
         self.nbytes = 0
         self.file_of: dict[str, str] = {}
@@ -138,6 +151,7 @@ class ShardWriter:
         if self._buffer.tensors and self._buffer.nbytes + tensor.nbytes > self.max_shard_bytes:
             self._flush()
         self._buffer.add(name, tensor)
+        self._headers[name] = header_of(tensor)
         self.nbytes += tensor.nbytes
 
     def finish(self) -> list[str]:
@@ -157,7 +171,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         file = self.folder / _temporary(len(self._shards))
-        self._buffer.save(file)
+        self._buffer.save(file, self._metadata(self._headers))
         self.file_of.update(dict.fromkeys(self._buffer.tensors, file.name))
         self._shards.append(list(self._buffer.tensors))
         self._buffer = TensorBuffer()

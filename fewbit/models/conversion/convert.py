@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 import fewbit
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.files import CheckpointOpener, CheckpointWriter, ModelParts
-from fewbit.checkpoints.interface import CheckpointFormat
+from fewbit.checkpoints.interface import CheckpointFormat, TensorHeader
 from fewbit.checkpoints.output import ShardWriter, copy_side_files, staged_file, staged_folder
 from fewbit.checkpoints.registry import container_of, formats, opener_of, writable
 from fewbit.checkpoints.tensor_files import CONFIG
@@ -135,7 +135,7 @@ class _Conversion:
     def write(self, place: Path, max_shard_bytes: int) -> int:
         """Writes the model to a folder or file that is not there yet; the bytes of its tensors."""
         if self.container is None:
-            writer: ShardWriter | CheckpointWriter = ShardWriter(place, max_shard_bytes)
+            writer: ShardWriter | CheckpointWriter = ShardWriter(place, max_shard_bytes, self._metadata)
         else:
             recipe = self._recipe(self.plan.target).to_json() if self.stored.format is not None else ""
             parts = ModelParts(read_config(self.source), self._tokenizer(), self.stored.folder, recipe)
@@ -283,6 +283,10 @@ class _Conversion:
         return Recipe(
             self.plan.scheme, target.name, "convert", settings, source=self._source_name(), transforms=transforms
         )
+
+    def _metadata(self, headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+        target, dtype = self.plan.target, str(self.plan.dtype).removeprefix("torch.")
+        return {} if isinstance(target, torch.dtype) else target.file_metadata(headers, self.plan.keys, dtype)
 
     def _tokenizer(self) -> Any:
         """The source's, None where it has none that transformers reads."""
