@@ -5,6 +5,7 @@ Source: bitsandbytes 0.50.2 (`functional.py`: create_normal_map, get_4bit_type).
 
 from __future__ import annotations
 
+from fewbit.spec.element import ELEMENTS, F32
 from fewbit.spec.key import QuantKey
 
 CODEBOOKS = {
@@ -34,7 +35,11 @@ CODEBOOKS = {
 
 
 def codebook_of(key: QuantKey) -> tuple[float, ...] | None:
-    """The table that numbers are quantized to under a key, None where codes are numbers: unsigned ones without zero
-    points mean nothing by themselves, and four bits of them are NF4."""
-    unsigned = key.element.is_integer and not key.element.signed and key.symmetric
-    return CODEBOOKS["nf4"] if unsigned and key.element.bits == 4 and key.global_scale is None else None
+    """The table that numbers are quantized to under a key, None where codes are numbers themselves.
+
+    A key does not name a table. Four unsigned bits without zero points, in groups under float32 scales, are what
+    bitsandbytes stores and nothing else does; they are quantized to NF4.
+    """
+    unsigned = key.element == ELEMENTS["uint4"] and key.symmetric and key.global_scale is None
+    grouped = key.granularity.kind == "group" and key.scale.element == F32
+    return CODEBOOKS["nf4"] if unsigned and grouped else None
