@@ -171,6 +171,8 @@ CALLS: dict[str, Callable[[dict[str, Any], Clock], None]] = {
 def versions(tool: str) -> dict[str, str]:
     """Of the tool and of what its numbers depend on; packages that are not there are left out."""
     found = {"python": platform.python_version()}
+    if tool == "fewbit":
+        found["fewbit"] = import_module("fewbit").__version__  # run from a source tree, it is no installed package
     for package in (PACKAGES[tool], "compressed-tensors", "torch", "triton", "transformers", "accelerate"):
         try:
             found[package] = version(package)
