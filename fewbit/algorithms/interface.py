@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fewbit.algorithms.curvature import output_loss
@@ -167,4 +168,5 @@ def relative_loss(weight: Tensor, approximation: Tensor, gram: Tensor | None) ->
     if gram is None:
         return None
     whole = output_loss(weight, gram).sum()
-    return float(output_loss(approximation - weight, gram).sum() / whole) if whole > 0 else 0.0
+    error = output_loss(approximation - weight, gram).sum()
+    return float(torch.where(whole > 0, error / whole, 0.0))

@@ -19,15 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbit.algorithms import native
 from fewbit.algorithms.grid import Grid, Scales
 from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask
 from fewbit.numerics import decode, encode
 
-WIDEST_BLOCK = 256
+WIDEST_BLOCK = native.MOST_FEATURES
 """Input features of a group up to which its whole block of H is used; beyond, the diagonal."""
 
 CHUNK_NUMBERS = 1 << 17
-"""Weights handled at a time on a CPU, so that all working copies stay in its caches."""
+"""Weights handled at a time by torch on a CPU, so that all working copies stay in its caches."""
+
+MOST_NUMBERS = 1 << 24
+"""Weights handled at a time otherwise: all candidates for their scales are in memory together."""
 
 INTEGER_RATIOS = tuple(1.1 - 0.05 * step for step in range(15))
 FINE_RATIOS = (1.03, 1.015, 0.985, 0.97)
@@ -73,8 +77,9 @@ def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
         return start
     groups = -(-task.weight.shape[1] // width)
     blocks = None if gram is None else _gram_blocks(gram, groups, width)
-    rows = len(task.weight) if task.weight.is_cuda else max(1, CHUNK_NUMBERS // task.weight.shape[1])
     weight = task.weight.float()
+    at_once = CHUNK_NUMBERS if weight.is_cpu and not native.takes(weight, blocks) else MOST_NUMBERS
+    rows = max(1, at_once // weight.shape[1])
     parts = [
         _search_rows(weight[first : first + rows], _rows(start, first, first + rows), blocks, width, signed)
         for first in range(0, len(weight), rows)
@@ -86,38 +91,46 @@ def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
 
 def _search_rows(weight: Tensor, start: Scales, blocks: Tensor | None, width: int, signed: bool) -> Scales:
     groups = start.scale.shape[1]
-    grouped = F.pad(weight, (0, groups * width - weight.shape[1])).view(len(weight), groups, width).transpose(0, 1)
-    grouped = grouped.contiguous()  # [G, N, g]
-    best, lowest = start, _errors(grouped, start, blocks)
-    for candidate in _candidates(grouped, start, signed):
-        best, lowest = _better(best, lowest, candidate, _errors(grouped, candidate, blocks))
+    grouped = F.pad(weight, (0, groups * width - weight.shape[1])).T.contiguous().view(groups, width, len(weight))
+    best = _best([start, *_candidates(grouped, start, signed)], grouped, blocks)
     if start.key.element.is_integer and start.key.scale.element.bits >= 16:
-        found = best
-        for ratio in FINE_RATIOS:
-            candidate = _scaled(found, ratio)
-            best, lowest = _better(best, lowest, candidate, _errors(grouped, candidate, blocks))
+        best = _best([best, *(_scaled(best, ratio) for ratio in FINE_RATIOS)], grouped, blocks)
     return best
 
 
-def _errors(grouped: Tensor, scales: Scales, blocks: Tensor | None) -> Tensor:
-    """Error of each group, float32 [G, N]."""
-    zero = None if scales.zero_point is None else decode(scales.zero_point, scales.key.element).T[..., None]
-    grid = Grid(scales.key.element, scales.multipliers().T[..., None], zero)
-    difference = grid.rounded(grouped)[1].sub_(grouped)
-    if blocks is None:
-        return difference.square_().sum(dim=-1)
-    if blocks.dim() == 2:
-        return torch.einsum("gnk,gk->gn", difference.square_(), blocks)
-    return torch.bmm(difference, blocks).mul_(difference).sum(dim=-1)
+def _best(candidates: list[Scales], grouped: Tensor, blocks: Tensor | None) -> Scales:
+    """Of each group the candidate with the smallest error, the first of several."""
+    winner = _errors(grouped, candidates, blocks).nan_to_num(nan=torch.inf).argmin(dim=0).T[None]
 
+    def picked(parts: list[Tensor]) -> Tensor:
+        # Floats of 8 bits cannot be gathered.
+        bits = [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+        return torch.stack(bits).gather(0, winner)[0].view(parts[0].dtype)
 
-def _better(best: Scales, lowest: Tensor, candidate: Scales, error: Tensor) -> tuple[Scales, Tensor]:
-    wins = error < lowest
-    scale = torch.where(wins.T, candidate.scale, best.scale)
     zero = None
-    if best.zero_point is not None:
-        zero = torch.where(wins.T, _present(candidate.zero_point), best.zero_point)
-    return replace(best, scale=scale, zero_point=zero), torch.where(wins, error, lowest)
+    if candidates[0].zero_point is not None:
+        zero = picked([_present(one.zero_point) for one in candidates])
+    return replace(candidates[0], scale=picked([one.scale for one in candidates]), zero_point=zero)
+
+
+def _errors(grouped: Tensor, candidates: list[Scales], blocks: Tensor | None) -> Tensor:
+    """Error of each group under each of C candidates, float32 [C, G, N], for weights [G, g, N]."""
+    element, scale, zero = candidates[0].key.element, torch.stack([one.multipliers().T for one in candidates]), None
+    if candidates[0].zero_point is not None:
+        zero = torch.stack([decode(_present(one.zero_point), element).T for one in candidates])
+    if native.takes(grouped, scale, zero, blocks):
+        return native.group_errors(grouped, scale, zero, element, blocks)
+    errors = torch.empty_like(scale)
+    for index, own in enumerate(scale):
+        grid = Grid(element, own[:, None], None if zero is None else zero[index][:, None])
+        difference = grid.rounded(grouped)[1].sub_(grouped)
+        if blocks is None:
+            errors[index] = difference.square_().sum(dim=1)
+        elif blocks.dim() == 2:
+            errors[index] = torch.einsum("gkn,gk->gn", difference.square_(), blocks)
+        else:
+            errors[index] = torch.bmm(blocks, difference).mul_(difference).sum(dim=1)
+    return errors
 
 
 def _candidates(grouped: Tensor, start: Scales, signed: bool) -> Iterator[Scales]:
@@ -152,7 +165,7 @@ def _neighbouring_codes(start: Scales) -> Iterator[Scales]:
 def _zero_points(grouped: Tensor, start: Scales) -> Iterator[Scales]:
     """Scales with the zero points that put the middle of the grid near the middle of the weights."""
     element = start.key.element
-    middle = ((grouped.amin(dim=-1).clamp(max=0) + grouped.amax(dim=-1).clamp(min=0)) / 2).T
+    middle = ((grouped.amin(dim=1).clamp(max=0) + grouped.amax(dim=1).clamp(min=0)) / 2).T
     for ratio in INTEGER_RATIOS:
         scaled = _scaled(start, ratio)
         centre = (element.min + element.max) / 2 - middle / scaled.multipliers()

@@ -17,7 +17,7 @@ SAMPLE_EVERY = 8
 HISTOGRAM_SHIFT = 18
 """Bits of a float32 magnitude that the histogram drops: 5 bits of its fraction are left, bins 2 to 3 % wide."""
 
-GRAM_PANEL = 192
+GRAM_PANEL = 96
 """Columns per panel of a Gram matrix: only panels on and above the diagonal are multiplied, nearly half of the work."""
 
 
