@@ -65,6 +65,8 @@ class BlockTask:
         output: (layer name -> weight [N, K], index of a batch) -> the block's output for these weights, on what the
             quantized blocks before it put out; differentiable in the weights.
         target: index of a batch -> what the block puts out in the unquantized model.
+        dtype: of the weights, as the block runs.
+        total: makes of a tensor its sum over all processes, each of which has other batches.
     """
 
     tasks: Mapping[str, LayerTask]
@@ -72,6 +74,8 @@ class BlockTask:
     batches: int
     output: Callable[[Mapping[str, Tensor], int], Tensor]
     target: Callable[[int], Tensor]
+    dtype: torch.dtype = torch.float32
+    total: Callable[[Tensor], object] = lambda _: None
 
 
 @dataclass(frozen=True)
