@@ -5,7 +5,8 @@
 The request names the tool, the model, the scheme, the calibration windows and where results go. What is timed, each
 part apart: `load`, reading the model folder; `quantize`, the tool's own call; `save`, writing the checkpoint. Imports,
 the start of CUDA and the tokenizing of the text lie outside, but fewbit's call does all of its work by itself, reading
-and tokenizing and writing too. Rivals run by their defaults; they get batches of eight windows, AutoRound's default.
+and tokenizing and writing too. Rivals run by their defaults, but for the windows that they read at a time where the
+request says how many.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 
 import torch
 
-BATCH = 8
+DEFAULT_BATCH = {"llm-compressor": 1, "GPTQModel": 1, "AutoRound": 8}
+"""Windows that each reads at a time by its defaults."""
+
 MODULES = {
     "fewbit": ("fewbit.models.quantization.quantize",),
     "llm-compressor": ("datasets", "llmcompressor", "llmcompressor.modifiers.quantization"),
@@ -37,22 +40,31 @@ PACKAGES = {"fewbit": "fewbit", "llm-compressor": "llmcompressor", "GPTQModel": 
 
 
 class Clock:
-    """Seconds of the parts of a call, by name; a part ends when the device has done its work."""
+    """Seconds of the parts of a call by name, and processor seconds of all threads, which others' work hardly touches.
+
+    A part ends when the device has done its work.
+    """
 
     def __init__(self, device: str) -> None:
-        self.device, self.seconds = device, dict[str, float]()
+        self.device, self.seconds, self.processor_seconds = device, dict[str, float](), dict[str, float]()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         self._wait()
-        started = time.monotonic()
+        started, worked = time.monotonic(), time.process_time()
         yield
         self._wait()
         self.seconds[name] = round(time.monotonic() - started, 2)
+        self.processor_seconds[name] = round(time.process_time() - worked, 2)
 
     def _wait(self) -> None:
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
+
+
+def batch_of(request: dict[str, Any]) -> int:
+    """Windows at a time."""
+    return request["batch"] or DEFAULT_BATCH[request["tool"]]
 
 
 def windows_of(request: dict[str, Any]) -> torch.Tensor:
@@ -116,7 +128,7 @@ def llm_compressor(request: dict[str, Any], clock: Clock) -> None:
             max_seq_length=windows.shape[1],
             num_calibration_samples=len(windows),
             shuffle_calibration_samples=False,
-            batch_size=BATCH,
+            batch_size=batch_of(request),
         )
     with clock.part("save"):
         model.save_pretrained(request["output"], save_compressed=True)
@@ -132,7 +144,7 @@ def gptqmodel(request: dict[str, Any], clock: Clock) -> None:
     with clock.part("load"):
         model = GPTQModel.load(request["model"], config, device=request["device"])
     with clock.part("quantize"):
-        model.quantize(rows, batch_size=BATCH)
+        model.quantize(rows, batch_size=batch_of(request))
     with clock.part("save"):
         model.save(request["output"])
 
@@ -152,10 +164,10 @@ def auto_round(request: dict[str, Any], clock: Clock) -> None:
             group_size=request["group_size"],
             sym=request["symmetric"],
             iters=request["iterations"],  # None for its default
-            dataset=torch.utils.data.DataLoader(rows, batch_size=BATCH),
+            dataset=torch.utils.data.DataLoader(rows, batch_size=batch_of(request)),
             nsamples=len(windows),
             seqlen=windows.shape[1],
-            batch_size=BATCH,
+            batch_size=batch_of(request),
             device_map=request["device"],
         )
         tool.quantize()
@@ -193,7 +205,8 @@ def main(path: str) -> None:
         torch.zeros(1, device=request["device"])
         CALLS[request["tool"]](request, clock)
         answer = {
-            "seconds": clock.seconds, "threads": torch.get_num_threads(), "versions": versions(request["tool"])
+            "seconds": clock.seconds, "processor_seconds": clock.processor_seconds,
+            "threads": torch.get_num_threads(), "versions": versions(request["tool"]),
         }  # fmt: skip
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 

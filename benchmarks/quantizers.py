@@ -124,6 +124,7 @@ class Tools:
         interpreters: tool -> its Python.
         packages: tool -> what is put on PYTHONPATH for it.
         limit: seconds after which a call is stopped; None for never.
+        batch: windows that rivals read at a time; None for each tool's default.
     """
 
     calibration_text: Path
@@ -132,6 +133,7 @@ class Tools:
     interpreters: dict[str, str]
     packages: dict[str, str]
     limit: float | None = None
+    batch: int | None = None
 
     def run(self, tool: str, request: Path, log: Path) -> str:
         """A process of the tool's, in a folder of its own, where tools leave logs; returns how it ended."""
@@ -199,7 +201,7 @@ class Workshop:
         asked = asdict(row) | {
             "model": str(self.model), "output": str(checkpoint), "windows": str(windows), "answer": str(answer),
             "calibration_text": str(self.tools.calibration_text), "device": self.tools.device,
-            "iterations": self.tools.iterations,
+            "iterations": self.tools.iterations, "batch": self.tools.batch,
         }  # fmt: skip
         request.write_text(json.dumps(asked), encoding="utf-8")
         ended = self.tools.run(row.tool, request, checkpoint.with_name("log"))
@@ -308,6 +310,7 @@ def main(
     python: Annotated[list[str] | None, typer.Option(help="TOOL=PATH: the interpreter of a tool.")] = None,
     packages: Annotated[list[str] | None, typer.Option(help="TOOL=FOLDER:FOLDER: PYTHONPATH of a tool.")] = None,
     iterations: Annotated[int | None, typer.Option(help="Of gradient descent; None for each tool's default.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Windows that rivals read at a time; None for their own.")] = None,
     blocks: Annotated[int | None, typer.Option(help="Keep the first blocks of the model alone.")] = None,
     rounds: Annotated[int, typer.Option(help="Calls of each row; seconds are medians.")] = 1,
     together: Annotated[int, typer.Option(help="Rows at a time; beyond one, seconds mean little.")] = 1,
@@ -325,11 +328,11 @@ def main(
     about: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]), "machine": machine(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
-        "rounds": rounds, "together": together, "warm_up": warm_up, "blocks": blocks,
+        "rounds": rounds, "together": together, "warm_up": warm_up, "blocks": blocks, "batch": batch,
         "calibration": Calibration(chosen, calibration_text.name).record(),
     }  # fmt: skip
     on_path = {tool: absolute(folders) for tool, folders in pairs(packages).items()}
-    tools = Tools(calibration_text.resolve(), device, iterations, pairs(python), on_path, limit)
+    tools = Tools(calibration_text.resolve(), device, iterations, pairs(python), on_path, limit, batch)
     rows = [row for row in ROWS if not only or any(part in row.label for part in only)]
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
