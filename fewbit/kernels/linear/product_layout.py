@@ -12,7 +12,7 @@ the second-level one, multiply the last sum.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import torch
@@ -45,6 +45,7 @@ class ProductLayout:
         group: input features under one weight scale, 0 where one holds for a whole row.
         x_group: the same of the activations.
         scale_dtype: `bf16`, `f16` or `f32`.
+        block_rows: output features under one scale.
     """
 
     operand: str
@@ -54,6 +55,7 @@ class ProductLayout:
     group: int
     x_group: int
     scale_dtype: str
+    block_rows: int = 1
 
     @classmethod
     @cache
@@ -76,8 +78,9 @@ class ProductLayout:
 
     @property
     def run(self) -> int:
-        """Bytes of a row in a unit."""
-        return self.step if self.kind == "codes" else max(32, self.step // 2)
+        """Bytes of a row in a unit: whole lines of memory where K allows."""
+        fits = self.kind == "codes" or self.columns % (2 * self.step) == 0
+        return self.step if fits else max(32, self.step // 2)
 
     @property
     def unit(self) -> int:
@@ -102,9 +105,7 @@ class ProductLayout:
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
-        return ProductLayout(
-            self.operand, "codes", self.rows, self.columns, self.group, self.x_group, self.scale_dtype
-        )  # fmt: skip
+        return replace(self, kind="codes")
 
 
 def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
@@ -131,6 +132,7 @@ def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | N
         group,
         Rounding.of(str(activation)).group,
         name if group else "f32",
+        key.granularity.rows if group and key.global_scale is None else 1,
     )
     return layout if layout.step >= SHORTEST[kind] else None
 

@@ -48,7 +48,7 @@ def launch_of(
         tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk,
     )  # fmt: skip
     constants = {
-        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "DOTS": max(1, layout.unit // layout.step),
+        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
         "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
         "WHOLE": chunk == layout.units, "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",

@@ -14,7 +14,6 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fewbit.kernels.programs.decode import beside
 from fewbit.kernels.programs.nibbles import both_runs
 from fewbit.kernels.programs.outputs import finish, share
 
@@ -45,7 +44,7 @@ def fetch_ahead(addresses):
 def multiply_codes(
     x, weight, scale, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters,
     M, N, width, stride, units, chunk,
-    KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
     X_ZEROS: tl.constexpr,
@@ -77,7 +76,7 @@ def multiply_codes(
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
-            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP,
+            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP,
             BLOCK_N, BLOCK_M, STAGES, PACKED,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
@@ -89,7 +88,7 @@ def multiply_codes(
             total = sum_of_codes(
                 x, weight, scale, x_scale, n, m, M, N, width, stride,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
-                KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
+                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -100,40 +99,36 @@ def multiply_codes(
 @triton.jit
 def sum_of_codes(
     x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
-    RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
-    UNIT: tl.constexpr = RUN if KIND == "codes" else 2 * RUN
-    DEPTH: tl.constexpr = UNIT // DOTS
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     WHOLE_SUMS: tl.constexpr = OPERAND == "int8" and GROUP == 0 and X_GROUP == 0
     row = tl.minimum(n, N - 1)
     token = tl.minimum(m, M - 1)
     words_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, RUN)[None, :]
-    x_at = x + token.to(tl.int64)[None, :] * width + tl.arange(0, DEPTH)[:, None]
+    x_at = x + token.to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), SUM if WHOLE_SUMS else tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
         words = tl.load(words_at + unit * RUN)
         if KIND != "codes":
             lower, upper = both_runs(words, KIND, OPERAND, PACKED)
-        for dot in tl.static_range(DOTS):
+        for index in tl.static_range(FIELDS):
             if KIND == "codes":
                 operand = words
-            elif DOTS == 1:
-                operand = beside(lower, upper)
-            elif dot == 0:
+            elif index == 0:
                 operand = lower
             else:
                 operand = upper
             if OPERAND == "e4m3" and KIND != "codes":
                 operand = operand.to(tl.float8e4nv, bitcast=True)
-            inputs = tl.load(x_at + (unit * UNIT + dot * DEPTH))
+            first = (unit * FIELDS + index) * RUN
+            inputs = tl.load(x_at + first)
             if WHOLE_SUMS:
                 total = tl.dot(operand, inputs, total, out_dtype=SUM)
             else:
                 product = tl.dot(operand, inputs, out_dtype=SUM).to(tl.float32)
-                first = unit * UNIT + dot * DEPTH
                 if GROUP > 0:
                     product *= tl.load(scale + (first // GROUP) * N + row).to(tl.float32)[:, None]
                 if X_GROUP > 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+import torch
+
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.products import vendor_multiplies
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, is_possible
@@ -42,6 +44,11 @@ DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 12
 """Blocks and warps and stages for weights that were decoded first."""
 
 
+def is_hopper() -> bool:
+    """Whether torch has its product of FP8 blocks here."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
     """Plans worth timing for a product of `tokens` rows."""
     if isinstance(layout, ProductLayout):
@@ -51,7 +58,7 @@ def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Itera
 
 
 def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
-    if vendor_multiplies(layout):
+    if vendor_multiplies(layout) and (not layout.x_group or is_hopper()):
         yield Plan(decodes_first=True)
     elif layout.kind != "codes" and tokens >= DECODES_FIRST_FROM:
         blocks = DECODED_BLOCKS[:1] if vendor_multiplies(layout.decoded()) else DECODED_BLOCKS
