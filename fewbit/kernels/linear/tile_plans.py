@@ -25,6 +25,7 @@ class Plan:
         warps, stages: of a program; stages of words in flight.
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
         ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
+        folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     programs: int = 0
     decodes_first: bool = False
     ahead: int = 0
+    folds: bool = False
 
 
 WeightLayout = TileLayout | ProductLayout

@@ -77,7 +77,8 @@ def launch_of(
         "HAS_BIAS": bias is not None, "EVEN_K": layout.columns % layout.unit == 0, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "EXACT_DOT": INTERPRETED, "CHAINED": chained,
         "WHOLE": chunk == layout.units,
-        "X_SCALES": "none" if x_scale is None else "tokens" if x_scale.dim() else "one", "num_warps": plan.warps,
+        "X_SCALES": "none" if x_scale is None else "tokens" if x_scale.dim() else "one",
+        "FOLDS": plan.folds and layout.can_fold(x.dtype), "num_warps": plan.warps,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True

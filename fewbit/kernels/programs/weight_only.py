@@ -15,7 +15,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fewbit.kernels.programs.decode import beside, columns, field, group_value, scale_number
+from fewbit.kernels.programs.decode import beside, columns, field, group_value, multiplied, scale_number
 from fewbit.kernels.programs.outputs import finish, share
 
 
@@ -103,7 +103,7 @@ def multiply(
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
-    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
+    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -113,6 +113,8 @@ def multiply(
         UNITS_PER_GROUP: units in a group where a group is at least as long as a unit.
         X_SCALES: `tokens` or `one` where x counts in units of scales, else `none`.
         WHOLE: a chunk is the whole of one block.
+        FOLDS: scales of groups multiply decoded numbers, each product rounded once to x's dtype, and sums stay with the
+            tensor cores; else they multiply sums.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
     """
     if CHAINED:
@@ -128,7 +130,7 @@ def multiply(
         total = sum_of_units(
             x, tiles, scale_words, zero_words, n, m, M, K, units, padded_rows, sum_factor, 0, units,
             KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED, EVEN_K,
-            BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
+            BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT, FOLDS,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_scale, row_scale, bias, out, M, N, HAS_BIAS, X_SCALES, "none")
     else:
@@ -139,7 +141,7 @@ def multiply(
                 x, tiles, scale_words, zero_words, n, m, M, K, units, padded_rows, sum_factor,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
                 KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED,
-                EVEN_K, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
+                EVEN_K, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT, FOLDS,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_scale, row_scale, bias, out, partials,
@@ -154,12 +156,14 @@ def sum_of_units(
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], row scales left out."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     FIELDS: tl.constexpr = 16 // BITS
     UNIT: tl.constexpr = FIELDS * KK
-    DOTS: tl.constexpr = GROUPS if GROUPS > 1 and not SCALED else 1
+    OF_SUMS: tl.constexpr = GROUPS > 0 and not SCALED and not FOLDS
+    DOTS: tl.constexpr = FIELDS if FOLDS else GROUPS if OF_SUMS else 1
     PER: tl.constexpr = FIELDS // DOTS
     DEPTH: tl.constexpr = UNIT // DOTS
     SCALE_WORDS: tl.constexpr = (GROUPS + 3) // 4
@@ -183,10 +187,17 @@ def sum_of_units(
             scale_bits = n
             zero_bits = n
             if GROUPS > 0 and not SCALED:
-                scale_bits = of_group(scale_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, SCALE_BITS)
+                scale_bits = of_group(
+                    scale_words, n, padded_rows, unit // UNITS_PER_GROUP, dot * DEPTH // GROUP_SIZE, GROUPS, SCALE_BITS
+                )
             if HAS_ZERO:
-                zero_bits = of_group(zero_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, 8)
-            if SCALED:
+                zero_bits = of_group(
+                    zero_words, n, padded_rows, unit // UNITS_PER_GROUP, dot * DEPTH // GROUP_SIZE, GROUPS, 8
+                )
+            if SCALED and FOLDS:
+                word = second_word if dot > 1 else first_word
+                weight = scaled_field(words, word, dot, KK, GROUP_SIZE, SCALE_KIND, KIND, BITS, BLOCK_N, DTYPE, PACKED)
+            elif SCALED:
                 weight = scaled_columns(
                     words, first_word, second_word, KK, GROUP_SIZE, SCALE_KIND, KIND, BITS, BLOCK_N, DTYPE, PACKED
                 )
@@ -197,15 +208,19 @@ def sum_of_units(
             if not EVEN_K:
                 inside &= (unit * UNIT + dot * DEPTH + depth < K)[:, None]
             inputs = tl.load(x_at + unit * UNIT + dot * DEPTH, mask=inside, other=0.0)
+            if FOLDS and GROUPS > 0 and not SCALED:
+                factors = scale_number(scale_bits, SCALE_KIND, sum_factor).to(DTYPE)
+                weight = multiplied(weight, tl.broadcast_to(factors[:, None], (BLOCK_N, DEPTH)), PACKED)
             if EXACT_DOT:  # Triton's interpreter multiplies bf16 wrongly
-                product = tl.dot(weight.to(tl.float32), inputs.to(tl.float32))
-            else:
-                product = tl.dot(weight, inputs)
-            if GROUPS > 0 and not SCALED:
-                total += product * scale_number(scale_bits, SCALE_KIND, sum_factor)[:, None]
+                weight = weight.to(tl.float32)
+                inputs = inputs.to(tl.float32)
+            if FOLDS:
+                total = tl.dot(weight, inputs, total)
+            elif GROUPS > 0 and not SCALED:
+                total += tl.dot(weight, inputs) * scale_number(scale_bits, SCALE_KIND, sum_factor)[:, None]
             else:
                 # Not summed by the tensor cores: that would make every product wait for the one before.
-                total += product * sum_factor
+                total += tl.dot(weight, inputs) * sum_factor
     return total
 
 
