@@ -23,11 +23,14 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
 from fewbit.kernels.linear.weight_tiles import group_of
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
-from fewbit.spec.element import E2M1, E4M3, Element
+from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 
 LONGEST_UNIT = 128
 SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
 """Kind -> fewest input features under one scale: tensor cores multiply 32 at a time, and so are bytes read."""
+FOLDED_GROUP = 32
+FOLDED_RANGE = 14
+"""E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
 _FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**6}
@@ -46,6 +49,9 @@ class ProductLayout:
         x_group: the same of the activations.
         scale_dtype: `bf16`, `f16` or `f32`.
         block_rows: output features under one scale.
+        folds: whether weights decoded to E4M3 may hold their scales of groups: powers of two, none further than 2**-14
+            from the row's largest, which is in `row_scale`. They are stored as 2**12 times what is left of them:
+            decoded alone, numbers are 2**-6 of themselves, with what is left they are 2**6 times the product.
     """
 
     operand: str
@@ -56,6 +62,7 @@ class ProductLayout:
     x_group: int
     scale_dtype: str
     block_rows: int = 1
+    folds: bool = False
 
     @classmethod
     @cache
@@ -105,7 +112,7 @@ class ProductLayout:
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
-        return replace(self, kind="codes")
+        return replace(self, kind="codes", group=0 if self.folds else self.group)
 
 
 def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
@@ -133,6 +140,7 @@ def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | N
         Rounding.of(str(activation)).group,
         name if group else "f32",
         key.granularity.rows if group and key.global_scale is None else 1,
+        (kind, group, key.scale.element) == ("e2m1", FOLDED_GROUP, E8M0) and not Rounding.of(str(activation)).group,
     )
     return layout if layout.step >= SHORTEST[kind] else None
 
@@ -166,8 +174,12 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     factor = _FACTORS.get((layout.kind, layout.operand), 1.0)
     if layout.group:
         scale = spread(decode(plain["scale"], plain.key.scale.element), plain, layout.group).t().contiguous()
-        scale = scale.to(SCALES[layout.scale_dtype])
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
+        if layout.folds:
+            largest = _largest_scales(plain, scale)
+            scale = torch.where(scale > largest, 1.0, scale / largest) * factor**2
+            row_scale = largest / factor
+        scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
             row_scale = row_scale * plain["global_scale"].flatten().float()
     else:
@@ -177,6 +189,22 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     if with_sums:
         sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
     return tensors | {"weight_sums": sums}
+
+
+def can_fold(plain: QuantizedTensor) -> bool:
+    """Whether the scales of groups of a plain record are near enough to each other, see `ProductLayout.folds`."""
+    scale = decode(plain["scale"], plain.key.scale.element).t()
+    return bool((scale * 2.0**FOLDED_RANGE >= _largest_scales(plain, scale))[_has_numbers(plain)].all())
+
+
+def _largest_scales(plain: QuantizedTensor, scale: Tensor) -> Tensor:
+    """The largest scale [groups, N] of each row, [N], groups of zeros aside."""
+    return torch.where(_has_numbers(plain), scale, 0.0).amax(0).clamp(min=E8M0.smallest_positive)
+
+
+def _has_numbers(plain: QuantizedTensor) -> Tensor:
+    """Whether groups hold anything but zeros, [groups, N]."""
+    return (plain["codes"] & 7).ne(0).view(plain.shape[0], -1, FOLDED_GROUP).any(-1).t()
 
 
 def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:

@@ -14,7 +14,7 @@ from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
 from fewbit.kernels.programs.products import decode_nibbles, multiply_codes
 
-DECODED_AT_ONCE = 8  # units of a row
+DECODED_AT_ONCE = (16, 8)  # rows, units
 
 
 def multiply(
@@ -59,14 +59,18 @@ def launch_of(
     return (-(-blocks * layout.units // chunk),), arguments, constants
 
 
-def decode_weight(weight: Tensor, layout: ProductLayout) -> Tensor:
-    """Pairs of 4-bit codes [N, width / 2] as 8-bit operands [N, width]."""
+def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tensor:
+    """Pairs of 4-bit codes [N, width / 2] as 8-bit operands [N, width], times the scales of groups where they fold."""
     out = weight.new_empty(layout.rows, layout.width)
-    decode_nibbles[(layout.rows, triton.cdiv(layout.units, DECODED_AT_ONCE))](
-        weight, out, weight.shape[1], KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, UNITS=DECODED_AT_ONCE,
-        PACKED=HAS_ASSEMBLY, num_warps=4,
+    if layout.operand != "int8":
+        out = out.view(torch.float8_e4m3fn)
+    rows, units = DECODED_AT_ONCE
+    decode_nibbles[(triton.cdiv(layout.rows, rows), triton.cdiv(layout.units, units))](
+        weight, scale, out if layout.folds else out.view(torch.int8), layout.rows, weight.shape[1], layout.units,
+        KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, GROUP=layout.group or layout.unit,
+        FOLDS=layout.folds, ROWS=rows, UNITS=units, PACKED=HAS_ASSEMBLY, num_warps=4,
     )  # fmt: skip
-    return out if layout.operand == "int8" else out.view(torch.float8_e4m3fn)
+    return out
 
 
 def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:

@@ -138,16 +138,39 @@ def sum_of_codes(
 
 
 @triton.jit
+def scaled_e2m1(codes, factors):
+    """int32 E2M1 codes times stored scales in E4M3, exactly; see `ProductLayout.folds`."""
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)  # f16 with the exponent counted from 14 less
+    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+    return (numbers * (factors.to(tl.float32) * 0.015625).to(tl.float16)).to(tl.float8e4nv)
+
+
+@triton.jit
 def decode_nibbles(
-    weight, out, stride, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr,
-    PACKED: tl.constexpr,
+    weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
+    GROUP: tl.constexpr, FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`UNITS` units of one row: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride]."""
-    row = tl.program_id(0).to(tl.int64)
+    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
+
+    Args:
+        FOLDS: operands are E4M3 and hold the scales [groups, N] as well.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    place = unit[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    inside = place < stride
-    lower, upper = both_runs(tl.load(weight + row * stride + place, mask=inside, other=0), KIND, OPERAND, PACKED)
-    to = out + row * 2 * stride + unit[:, None] * (2 * RUN) + tl.arange(0, RUN)[None, :]
+    of_units = (row < N)[:, None] & (unit < units)[None, :]
+    inside = of_units[:, :, None] & (tl.arange(0, RUN) < RUN)[None, None, :]
+    place = row[:, None, None] * stride + unit[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    words = tl.load(weight + place, mask=inside, other=0)
+    if FOLDS:
+        group = unit * (2 * RUN // GROUP)
+        at = scale + group[None, :] * N + row[:, None]
+        first = tl.load(at, mask=of_units, other=1.0)[:, :, None]
+        second = tl.load(at + RUN // GROUP * N, mask=of_units, other=1.0)[:, :, None]
+        codes = words.to(tl.int32)
+        lower = scaled_e2m1(codes & 15, first)
+        upper = scaled_e2m1((codes >> 4) & 15, second)
+    else:
+        lower, upper = both_runs(words, KIND, OPERAND, PACKED)
+    to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + tl.arange(0, RUN)[None, None, :]
     tl.store(to, lower, mask=inside)
     tl.store(to + RUN, upper, mask=inside)
