@@ -26,6 +26,7 @@ from fewbit.kernels.linear.product_layout import (
     product_tensors,
 )
 from fewbit.kernels.linear.tile_plans import fixed_plan, plan_for, rows_at_once
+from fewbit.kernels.linear.vendor_products import vendor_multiplies, vendor_product
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name, interprets_triton
 from fewbit.numerics import QuantizedTensor, decode, dequantize
@@ -190,51 +191,8 @@ def _multiplied(
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()
     if plan.decodes_first and vendor_multiplies(layout):
-        vendor = _vendor_of_blocks if layout.x_group else _vendor
-        return vendor(codes, x_scale, tensors, bias, flat.dtype)
+        return vendor_product(codes, x_scale, tensors, bias, layout, flat.dtype)
     return launch.multiply(codes, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
-
-
-BLOCK = 128
-
-
-def vendor_multiplies(layout: ProductLayout) -> bool:
-    """Whether torch has the product: E4M3 under scales of rows, or of blocks of 128, nothing padded.
-
-    That of blocks runs on compute capability 9.0 alone; only a table of measurements asks for it.
-    """
-    if layout.operand != "e4m3" or layout.kind != "codes" or layout.width != layout.columns:
-        return False
-    if layout.x_group:
-        return (layout.group, layout.x_group, layout.block_rows) == (BLOCK, BLOCK, BLOCK) and layout.rows % BLOCK == 0
-    return not layout.group and layout.rows % 16 == 0
-
-
-def _vendor(
-    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    tokens = codes.shape[0]
-    over_tokens = x_scale.reshape(-1, 1) if x_scale.dim() else x_scale.reshape(1, 1).repeat(tokens, 1)
-    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
-    product = torch._scaled_mm(
-        codes, tensors["weight"].t(), over_tokens, tensors["row_scale"].view(1, -1), bias=fused, out_dtype=dtype
-    )
-    return product if bias is None or fused is not None else product.add_(bias)
-
-
-def _vendor_of_blocks(
-    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Scales lie along K first on W's side, a multiple of four of them, and along M first on x's."""
-    functional = torch.nn.functional
-    blocks = tensors["scale"][:, ::BLOCK]
-    scale = blocks.new_zeros(blocks.shape[1], -(-blocks.shape[0] // 4) * 4, dtype=torch.float32)
-    scale[:, : blocks.shape[0]] = blocks.t()
-    product = functional.scaled_mm(
-        codes, tensors["weight"].t(), x_scale.t(), functional.ScalingType.BlockWise1x128,
-        scale[:, : blocks.shape[0]].t(), functional.ScalingType.BlockWise128x128, output_dtype=dtype,
-    )  # fmt: skip
-    return product if bias is None else product.add_(bias)
 
 
 def _defined(

@@ -92,7 +92,7 @@ def plan_by_rule(layout: WeightLayout, tokens: int) -> Plan:
 
 
 def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
-    by_rows = not (layout.group or layout.x_group)
+    by_rows = not (layout.group or layout.x_group) or layout.folds
     if tokens > 64:  # sums of groups leave the tensor cores after each, which small blocks hide better
         blocks = (128, 128) if by_rows and layout.operand == "int8" else (64, 128)
         return Plan(*blocks, 4, 3, decodes_first=by_rows and layout.operand == "e4m3")
