@@ -57,10 +57,11 @@ def quantized(
     chained = chains(x.device)
     constants = {"launch_pdl": True} if chained else {}
     other = x if producer is None else producer.other
+    kind, epsilon = (producer.kind, producer.epsilon) if producer else ("plain", 0.0)
     round_rows[(tokens, triton.cdiv(width, block))](
-        x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, producer.epsilon if producer else 0.0, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
+        x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
-        PRODUCER=producer.kind if producer else "plain", KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
+        PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
         CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
@@ -174,7 +175,8 @@ def produced(
 
 @triton.jit
 def round_rows(
-    x, other, x_stride, other_stride, epsilon, codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
+    x, other, x_stride, other_stride, epsilon,
+    codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr,
     CARRY: tl.constexpr, DYNAMIC: tl.constexpr,
     ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
