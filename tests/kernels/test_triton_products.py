@@ -111,6 +111,14 @@ def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.Mo
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "W8A8 asym static", "FP8_BLOCK", "W4A8 g128"])
+def test_codes_read_through_descriptors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scales of groups lie between, the plan does without descriptors."""
+    monkeypatch.setattr(products, "plan_for", lambda *_: Plan(32, 16, 4, 3, 3, described=True))
+    run(layer(KEYS[name], 80, 320), name, "bf16", (1, 33))
+
+
+@needs_triton
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK", "W4AF8 g128", "W4A16", "NVFP4"])
 def test_a_batch_invariant_layer_gives_a_row_the_same_bits_at_every_m(name: str) -> None:
     """Whatever rows are beside it; more rows than there are counters for at once, and several parts of K."""

@@ -26,6 +26,8 @@ class Plan:
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
         ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
         folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
+        described: read both sides through tensor descriptors, which compute capability 9.0 has, where the layout allows;
+            `programs` then share the blocks.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
@@ -37,6 +39,7 @@ class Plan:
     decodes_first: bool = False
     ahead: int = 0
     folds: bool = False
+    described: bool = False
 
 
 WeightLayout = TileLayout | ProductLayout

@@ -59,7 +59,8 @@ def quantized(
     other = x if producer is None else producer.other
     kind, epsilon = (producer.kind, producer.epsilon) if producer else ("plain", 0.0)
     round_rows[(tokens, triton.cdiv(width, block))](
-        x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
+        x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon,
+        codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
         PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fewbit.kernels.linear.product_layout import CODES, SCALES, ProductLayout
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
-from fewbit.kernels.programs.products import decode_nibbles, multiply_codes
+from fewbit.kernels.programs.products import DEPTH, decode_nibbles, multiply_codes, multiply_described
 
 DECODED_AT_ONCE = (16, 8)  # rows, units
 
@@ -23,16 +24,46 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """y [M, N] of codes [M, width] with their scales and zero points, see `programs.activations.quantized`."""
     out = codes.new_empty(codes.shape[0], layout.rows, dtype=dtype)
-    grid, arguments, constants = launch_of(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
-    multiply_codes[grid](*arguments, **constants)
+    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    program, grid, arguments, constants = launch(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
+    program[grid](*arguments, **constants)
     return out
+
+
+def may_describe(layout: ProductLayout) -> bool:
+    """Whether the program that reads through descriptors multiplies the layout."""
+    return layout.kind == "codes" and layout.operand == "int8" and not (layout.group or layout.x_group)
+
+
+def described_launch_of(
+    codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
+    bias: Tensor | None, layout: ProductLayout, plan: Plan,
+) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The program, grid, arguments and compile-time arguments of `multiply_described`."""
+    tokens, weight = codes.shape[0], tensors["weight"]
+    blocks = triton.cdiv(layout.rows, plan.block_n) * triton.cdiv(tokens, plan.block_m)
+    chained = chains(codes.device)
+    arguments = (
+        TensorDescriptor.from_tensor(weight, [plan.block_n, DEPTH.value]),
+        TensorDescriptor.from_tensor(codes, [plan.block_m, DEPTH.value]), tensors["row_scale"], x_scale,
+        x_scale if x_zero is None else x_zero, tensors["weight_sums"], out if bias is None else bias, out,
+        tokens, layout.rows, layout.width,
+    )  # fmt: skip
+    constants = {
+        "OPERAND": layout.operand, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m,
+        "STAGES": plan.stages, "CHAINED": chained, "X_SCALES": "tokens" if x_scale.dim() else "one",
+        "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
+    }  # fmt: skip
+    if chained:
+        constants["launch_pdl"] = True
+    return multiply_described, (min(blocks, plan.programs or blocks),), arguments, constants
 
 
 def launch_of(
     codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
     bias: Tensor | None, layout: ProductLayout, plan: Plan,
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Grid, arguments and compile-time arguments of `multiply_codes`."""
+) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The program, grid, arguments and compile-time arguments of `multiply_codes`."""
     tokens = codes.shape[0]
     blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
     programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
@@ -56,7 +87,7 @@ def launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
-    return (-(-blocks * layout.units // chunk),), arguments, constants
+    return multiply_codes, (-(-blocks * layout.units // chunk),), arguments, constants
 
 
 def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tensor:
@@ -83,5 +114,6 @@ def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dty
         "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
-    _, arguments, constants = launch_of(codes, scales, None, out, tensors, None, layout, plan)
-    multiply_codes.warmup(*arguments, grid=(1,), **constants)
+    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    program, _, arguments, constants = launch(codes, scales, None, out, tensors, None, layout, plan)
+    program.warmup(*arguments, grid=(1,), **constants)

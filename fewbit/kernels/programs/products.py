@@ -96,6 +96,40 @@ def multiply_codes(
             )  # fmt: skip
 
 
+DEPTH = tl.constexpr(128)  # bytes of a row that a descriptor reads at a time: a whole line
+
+
+@triton.jit(do_not_specialize=["M"])
+def multiply_described(
+    weight, x, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, width, OPERAND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of outputs in turn, each over the whole of K, where no scale of a group lies between.
+
+    Args:
+        weight, x: descriptors of codes [N, width] and [M, width], read in blocks [BLOCK_N, DEPTH] and [BLOCK_M, DEPTH].
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0)):
+        block_n, block_m = block_of(tile, tiles_n, tiles_m)
+        total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+        for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
+            words = weight.load([block_n * BLOCK_N, step * DEPTH])
+            total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        finish(
+            total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES,
+            X_ZEROS,
+        )  # fmt: skip
+
+
 @triton.jit
 def sum_of_codes(
     x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
