@@ -24,7 +24,8 @@ class Plan:
         block_n, block_m: outputs of a program; block_n divides or is a multiple of the tile's rows.
         warps, stages: of a program; stages of words in flight.
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
-        ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
+        ahead: what is fetched of the weights while x is being made, a power of two or 0: lines of 128 bytes of each row
+            of codes, units of tiles.
         folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
         described: read both sides through tensor descriptors, which compute capability 9.0 has, where the layout allows;
             `programs` then share the blocks.

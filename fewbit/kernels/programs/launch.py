@@ -78,7 +78,7 @@ def launch_of(
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "EXACT_DOT": INTERPRETED, "CHAINED": chained,
         "WHOLE": chunk == layout.units,
         "X_SCALES": "none" if x_scale is None else "tokens" if x_scale.dim() else "one",
-        "FOLDS": plan.folds and layout.can_fold(x.dtype), "num_warps": plan.warps,
+        "FOLDS": plan.folds and layout.can_fold(x.dtype), "AHEAD": plan.ahead, "num_warps": plan.warps,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True

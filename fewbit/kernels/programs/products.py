@@ -14,6 +14,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.nibbles import both_runs
 from fewbit.kernels.programs.outputs import finish, share
 
@@ -28,15 +29,6 @@ def block_of(tile, tiles_n, tiles_m):
     height = tl.minimum(tiles_m - first, BLOCKS_TOGETHER)
     inside = tile % together
     return inside // height, first + inside % height
-
-
-@triton.jit
-def fetch_ahead(addresses):
-    """Brings the lines of the addresses into the second-level cache and waits for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
 
 
 # Not specialized by these numbers: every M would be a compilation of its own.

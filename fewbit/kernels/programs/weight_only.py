@@ -16,6 +16,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.programs.decode import beside, columns, field, group_value, multiplied, scale_number
+from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.outputs import finish, share
 
 
@@ -94,6 +95,19 @@ def scaled_columns(
         return beside(lower, upper)
 
 
+@triton.jit
+def fetch_units(
+    tiles, first_row, unit, units, padded_rows, KK: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Brings `AHEAD` units of `BLOCK_N` rows into the second-level cache; rows of a tile lie together."""
+    HIGH: tl.constexpr = BLOCK_N if BLOCK_N < 64 else 64
+    last = padded_rows.to(tl.int64) * units * KK - 1
+    for part in tl.static_range(BLOCK_N // HIGH):
+        row = first_row + part * HIGH
+        start = (row // 64).to(tl.int64) * (units * 64 * KK) + unit * (64 * KK) + row % 64 * KK
+        fetch_ahead(tiles + tl.minimum(start + tl.arange(0, AHEAD * 64 * KK // 64) * 64, last))
+
+
 # Not specialized by these numbers: every M would be a compilation of its own.
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply(
@@ -104,6 +118,7 @@ def multiply(
     HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
     CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, FOLDS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -116,13 +131,21 @@ def multiply(
         FOLDS: scales of groups multiply decoded numbers, each product rounded once to x's dtype, and sums stay with the
             tensor cores; else they multiply sums.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
+        AHEAD: units of its first block that a program fetches meanwhile.
     """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     program = tl.program_id(0)
     begin = program * chunk
+    if CHAINED:
+        if AHEAD > 0:
+            gdc_launch_dependents()
+            fetch_units(
+                tiles, begin // units // tiles_m * BLOCK_N, begin % units, units, padded_rows, KK, BLOCK_N, AHEAD
+            )
+            gdc_wait()
+        else:
+            gdc_wait()
+            gdc_launch_dependents()
     end = tl.minimum(begin + chunk, tl.cdiv(padded_rows, BLOCK_N) * tiles_m * units)
     if WHOLE:
         n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
