@@ -28,6 +28,8 @@ from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 LONGEST_UNIT = 128
 SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
 """Kind -> fewest input features under one scale: tensor cores multiply 32 at a time, and so are bytes read."""
+BLOCK = 128
+BLOCKS_APART = 4
 FOLDED_GROUP = 32
 FOLDED_RANGE = 14
 """E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
@@ -108,7 +110,14 @@ class ProductLayout:
         """Bytes of all prepared tensors, counters and what activations need aside."""
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
-        return self.rows * (self.units * self.run + groups * size + 4)
+        blocks = self.rows // BLOCK * -(-groups // BLOCKS_APART) * BLOCKS_APART * 4 if self.in_blocks else 0
+        return self.rows * (self.units * self.run + groups * size + 4) + blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales lie in blocks of 128x128 on one side and in groups of 128 on the other, as torch multiplies."""
+        square = (self.group, self.block_rows, self.x_group) == (BLOCK, BLOCK, BLOCK)
+        return square and self.kind == "codes" and self.operand == "e4m3" and self.rows % BLOCK == 0
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
@@ -165,7 +174,8 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         with_sums: whether activations have zero points, for which sums of rows are needed.
 
     Returns:
-        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty.
+        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty, and
+        `block_scale` float32 where torch has a product for scales in blocks.
 
     Raises:
         CheckpointError: a code lies outside the element's range.
@@ -185,10 +195,18 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     else:
         scale, row_scale = torch.empty(0, device=codes.device), row_scales(plain) * factor
     tensors = {"weight": _stored(plain, layout), "scale": scale, "row_scale": row_scale.contiguous()}
+    if layout.in_blocks:
+        tensors["block_scale"] = _block_scales(scale, layout)
     sums = torch.empty(0, device=codes.device)
     if with_sums:
         sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
     return tensors | {"weight_sums": sums}
+
+
+def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
+    """float32 [N / 128, groups up to the next multiple of four] of scales [groups, N] that 128 rows have in common."""
+    blocks = scale[:, :: layout.block_rows].t().float()
+    return torch.nn.functional.pad(blocks, (0, -blocks.shape[1] % BLOCKS_APART)).contiguous()
 
 
 def can_fold(plain: QuantizedTensor) -> bool:

@@ -139,7 +139,8 @@ def run_product(x: Tensor, prepared: Prepared, bias: Tensor | None, producer: Pr
     other, kind, epsilon = (producer.other, producer.kind, producer.epsilon) if producer else (None, "", 0.0)
     return _operation(
         x, tensors["weight"], tensors["scale"], tensors["row_scale"], tensors["weight_sums"], tensors["counters"],
-        tensors.get("input_scale"), tensors.get("input_zero_point"), bias, constants["layout"],
+        tensors.get("block_scale"), tensors.get("input_scale"), tensors.get("input_zero_point"), bias,
+        constants["layout"],
         constants["activation"], constants["same_bits"], other, kind, epsilon,
     )  # fmt: skip
 
@@ -151,8 +152,8 @@ def product_bytes(layout: ProductLayout | None) -> int:
 
 def _linear(
     x: Tensor, weight: Tensor, scale: Tensor, row_scale: Tensor, weight_sums: Tensor, counters: Tensor,
-    input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None, layout: str, activation: str,
-    same_bits: bool, other: Tensor | None, kind: str, epsilon: float,
+    block_scale: Tensor | None, input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None,
+    layout: str, activation: str, same_bits: bool, other: Tensor | None, kind: str, epsilon: float,
 ) -> Tensor:  # fmt: skip
     parsed = ProductLayout.parse(layout)
     if x.numel() == 0:
@@ -162,6 +163,8 @@ def _linear(
     tensors = {
         "weight": weight, "scale": scale, "row_scale": row_scale, "weight_sums": weight_sums, "counters": counters
     }  # fmt: skip
+    if block_scale is not None:
+        tensors["block_scale"] = block_scale
     flat, producer = rows_of(x, parsed.columns), producer_of(other, kind, epsilon)
     if not (x.is_cuda or interprets_triton()):
         product = _defined(flat, producer, tensors, known, bias, parsed, activation)
@@ -216,7 +219,7 @@ def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 _operation = define(
     "linear_product(Tensor x, Tensor weight, Tensor scale, Tensor row_scale, Tensor weight_sums, Tensor counters, "
-    "Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, bool same_bits, "
+    "Tensor? block_scale, Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, bool same_bits, "
     "Tensor? other, str producer, float epsilon) -> Tensor",
     _linear,
     _fake,

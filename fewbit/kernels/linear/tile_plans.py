@@ -27,7 +27,7 @@ class Plan:
         ahead: what is fetched of the weights while x is being made, a power of two or 0: lines of 128 bytes of each row
             of codes, units of tiles.
         folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
-        described: read both sides through tensor descriptors, which compute capability 9.0 has, where the layout allows;
+        described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
             `programs` then share the blocks.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """

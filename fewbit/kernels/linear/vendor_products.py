@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.kernels.linear.product_layout import BLOCK, ProductLayout
 
-BLOCK = 128
 ROW_QUANTUM = 4
 """Rows of x that the products with scales of blocks take at a time."""
 
@@ -23,9 +22,8 @@ def vendor_multiplies(layout: ProductLayout) -> bool:
         return False
     if not layout.group:
         return not layout.x_group
-    if layout.group != BLOCK or layout.x_group not in (0, BLOCK) or layout.columns % BLOCK:
-        return False
-    return layout.block_rows == 1 or (layout.block_rows == BLOCK and layout.rows % BLOCK == 0 and layout.x_group > 0)
+    of_groups = layout.group == BLOCK and layout.block_rows == 1 and layout.x_group in (0, BLOCK)
+    return layout.columns % BLOCK == 0 and (of_groups or layout.in_blocks)
 
 
 def runs_on_hopper_alone(layout: ProductLayout) -> bool:
@@ -68,13 +66,11 @@ def _of_blocks(
     if missing:
         codes = torch.nn.functional.pad(codes.view(torch.int8), (0, 0, 0, missing)).view(codes.dtype)
         x_scale = torch.nn.functional.pad(x_scale, (0, missing), value=1.0)
-    if layout.block_rows == 1:
-        scale, kind = (tensors["scale"].float() * tensors["row_scale"]).t(), kinds.BlockWise1x128
+    if layout.in_blocks:
+        groups = tensors["scale"].shape[0]
+        scale, kind = tensors["block_scale"][:, :groups].t(), kinds.BlockWise128x128
     else:
-        blocks, kind = tensors["scale"][:, ::BLOCK] * tensors["row_scale"][::BLOCK], kinds.BlockWise128x128
-        padded = blocks.new_zeros(blocks.shape[1], -(-blocks.shape[0] // 4) * 4, dtype=torch.float32)
-        padded[:, : blocks.shape[0]] = blocks.t()
-        scale = padded[:, : blocks.shape[0]].t()
+        scale, kind = (tensors["scale"].float() * tensors["row_scale"]).t(), kinds.BlockWise1x128
     product = torch.nn.functional.scaled_mm(
         codes, tensors["weight"].t(), x_scale.contiguous().t(), kinds.BlockWise1x128, scale, kind, output_dtype=dtype
     )

@@ -175,6 +175,25 @@ def produced(
 
 
 @triton.jit
+def store_codes(
+    codes, rounded, row, place, width, KIND: tl.constexpr, AS_NUMBERS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores what numbers at `place` [BLOCK / SIZE, SIZE] of a row were rounded to, in the codes' dtype or in pairs."""
+    if KIND == "e2m1" and not AS_NUMBERS:
+        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
+        half += tl.arange(0, SIZE // 2)[None, :]
+        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
+        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
+    elif KIND == "integer" and not AS_NUMBERS:
+        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        tl.store(codes + row * width + place, stored, mask=place < width)
+    else:
+        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+
+
+@triton.jit
 def round_rows(
     x, other, x_stride, other_stride, epsilon,
     codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
@@ -227,14 +246,4 @@ def round_rows(
             rounded *= factor[:, None]
     else:
         rounded = tl.where(place < columns, rounded - OFFSET, 0.0)
-    if KIND == "e2m1" and not AS_NUMBERS:
-        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
-        half += tl.arange(0, SIZE // 2)[None, :]
-        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
-        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
-    elif KIND == "integer" and not AS_NUMBERS:
-        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        tl.store(codes + row * width + place, stored, mask=place < width)
-    else:
-        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+    store_codes(codes, rounded, row, place, width, KIND, AS_NUMBERS, SIZE, BLOCK)

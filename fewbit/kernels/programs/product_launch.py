@@ -15,7 +15,7 @@ from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
 from fewbit.kernels.programs.products import DEPTH, decode_nibbles, multiply_codes, multiply_described
 
-DECODED_AT_ONCE = (16, 8)  # rows, units
+DECODED_AT_ONCE = (8, 8)  # rows, units
 
 
 def multiply(

@@ -108,7 +108,7 @@ def multiply_described(
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0), flatten=True):
         block_n, block_m = block_of(tile, tiles_n, tiles_m)
         total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
         for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
