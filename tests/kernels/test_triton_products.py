@@ -11,13 +11,14 @@ from fewbit.errors import CheckpointError
 from fewbit.kernels.activation.producer import gated, normed
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear import products
-from fewbit.kernels.linear.product_layout import product_layout_of, product_numbers, product_tensors
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of, product_numbers, product_tensors
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.triton_fp8 import TritonFp8
 from fewbit.kernels.linear.triton_int8 import TritonInt8
 from fewbit.kernels.linear.triton_tiles import TritonTiles
 from fewbit.kernels.linear.triton_tiles_emulated import TritonTilesEmulated
 from fewbit.kernels.linear.triton_tiles_quantized import TritonTilesQuantized
+from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, layer, moved, placed
@@ -74,6 +75,38 @@ def test_codes_stand_for_the_numbers_of_the_record(name: str, rows: int, columns
     tensors = product_tensors(record, layout, with_sums=False)
     torch.testing.assert_close(product_numbers(tensors, layout), dequantize(record), rtol=2e-7, atol=0)
     assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
+
+
+def test_scales_of_blocks_are_prepared_as_torch_takes_them() -> None:
+    record = layer(KEYS["FP8_BLOCK"], 256, 640)
+    layout = product_layout_of(LinearRequest.of(record, KEYS["FP8_BLOCK"]), "e4m3")
+    assert layout is not None
+    assert vendor_multiplies(layout)
+    tensors = product_tensors(record, layout, with_sums=False)
+    assert tensors["block_scale"].shape == (2, 8)  # four of five groups and three that count nothing
+    assert torch.equal(tensors["block_scale"][:, :5], record["scale"].float())
+    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
+
+
+def test_fp4_whose_scales_are_far_apart_is_not_folded() -> None:
+    """E4M3 holds E2M1 times powers of two down to 2**-14; groups of zeros may have any scale."""
+    record = layer(KEYS["MXFP4 AF8"], 16, 256)
+    scale, codes = record["scale"].clone(), record["codes"].clone()
+    scale[:] = 120
+    scale[3, 1] = 120 - 14
+    codes[5, 32:64], scale[5, 1] = 8, 3
+    near = record.with_tensors(scale=scale, codes=codes)
+    scale = scale.clone()
+    scale[7, 2] = 120 + 1 - 16
+    far = record.with_tensors(scale=scale, codes=codes)
+    request = LinearRequest.of(record, KEYS["MXFP4 AF8"])
+    for one, folds in ((near, True), (far, False)):
+        prepared = FP8.prepare(one, request)
+        layout = ProductLayout.parse(prepared.constants["layout"])
+        assert layout.folds == folds
+        numbers = product_numbers(dict(prepared.tensors), layout)
+        torch.testing.assert_close(numbers, dequantize(one), rtol=0, atol=0)
+        assert (layout.decoded().group == 0) == folds
 
 
 @pytest.mark.parametrize("name", ["W8A8", "W4A8 g128"])

@@ -115,7 +115,7 @@ class ProductLayout:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether scales lie in blocks of 128x128 on one side and in groups of 128 on the other, as torch multiplies."""
+        """Whether scales lie in blocks of 128x128 on one side and groups of 128 on the other, as torch multiplies."""
         square = (self.group, self.block_rows, self.x_group) == (BLOCK, BLOCK, BLOCK)
         return square and self.kind == "codes" and self.operand == "e4m3" and self.rows % BLOCK == 0
 

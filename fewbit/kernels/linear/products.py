@@ -219,8 +219,8 @@ def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 _operation = define(
     "linear_product(Tensor x, Tensor weight, Tensor scale, Tensor row_scale, Tensor weight_sums, Tensor counters, "
-    "Tensor? block_scale, Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, bool same_bits, "
-    "Tensor? other, str producer, float epsilon) -> Tensor",
+    "Tensor? block_scale, Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, "
+    "bool same_bits, Tensor? other, str producer, float epsilon) -> Tensor",
     _linear,
     _fake,
 )

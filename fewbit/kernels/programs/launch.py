@@ -77,7 +77,8 @@ def launch_of(
     described = plan.described and x.stride(0) % 8 == 0
     depth = layout.run if plan.folds and layout.can_fold(x.dtype) else layout.unit // _dots(layout, x.dtype)
     arguments = (
-        TensorDescriptor.from_tensor(x, [plan.block_m, depth]) if described else x, tensors["tiles"], tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
+        TensorDescriptor.from_tensor(x, [plan.block_m, depth]) if described else x, tensors["tiles"],
+        tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
         tensors["row_scale"] if x_scale is None else x_scale, x if bias is None else bias, out, partials, counters,
         tokens, layout.rows, layout.columns, layout.units, chunk, layout.padded_rows, _factor(layout, x.dtype),
     )  # fmt: skip

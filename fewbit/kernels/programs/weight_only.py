@@ -131,7 +131,7 @@ def operand_of(
     SCALE_KIND: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, HAS_ZERO: tl.constexpr, SCALED: tl.constexpr,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The left side of the `DOT`-th product of a unit: `PER` fields of its words, times their scales where these fold."""
+    """The left side of the `DOT`-th product of a unit: `PER` fields of its words, times scales where these fold."""
     if SCALED:
         return scaled(
             words, first_word, second_word, DOT, KK, GROUP_SIZE, SCALE_KIND, KIND, BITS, FOLDS, ROWS, DTYPE, PACKED
@@ -154,8 +154,8 @@ def multiply(
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
-    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, FOLDS: tl.constexpr,
-    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr,
+    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, FOLDS: tl.constexpr, AHEAD: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -180,16 +180,16 @@ def multiply(
             fetch_units(
                 tiles, begin // units // tiles_m * BLOCK_N, begin % units, units, padded_rows, KK, BLOCK_N, AHEAD
             )
-            gdc_wait()
-        else:
-            gdc_wait()
+        gdc_wait()
+        if AHEAD == 0:
             gdc_launch_dependents()
     end = tl.minimum(begin + chunk, tl.cdiv(padded_rows, BLOCK_N) * tiles_m * units)
     if WHOLE:
         n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
         m = (program % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_units(
-            x, tiles, scale_words, zero_words, n, m, program % tiles_m * BLOCK_M, M, K, units, padded_rows, sum_factor, 0, units,
+            x, tiles, scale_words, zero_words, n, m, program % tiles_m * BLOCK_M, M, K, units, padded_rows, sum_factor,
+            0, units,
             KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED, EVEN_K,
             FOLDS, DESCRIBED, out.dtype.element_ty, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
         )  # fmt: skip
