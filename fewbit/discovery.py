@@ -22,13 +22,16 @@ Contract = TypeVar("Contract")
 def implementation_classes(package: ModuleType, contract: type[Contract]) -> dict[str, type[Contract]]:
     """Every concrete subclass of `contract` defined in a module of `package`, by its `name`.
 
-    Sub-packages are searched too. Modules are imported in name order, so that the order is the same everywhere.
+    Sub-packages are searched too, but for `programs`, which need Triton. Modules are imported in name order, so that
+    the order is the same everywhere.
 
     Raises:
         RuntimeError: two implementations claim one name.
     """
     found: dict[str, type[Contract]] = {}
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
+        if ".programs" in info.name:
+            continue
         module = importlib.import_module(info.name)
         for _, member in inspect.getmembers(module, inspect.isclass):
             concrete = issubclass(member, contract) and not inspect.isabstract(member)

@@ -86,7 +86,7 @@ class Gptq(Algorithm):
             scales = [search_scales(task, natural) for task in tasks]
         else:
             scales = [Scales.nearest(task.weight, task.key.weight, task.rules, task.global_scale) for task in tasks]
-        columns = _grid(scales, weights).transposed(order)
+        columns = _columns(scales, weights, order)
         target = torch.cat(weights).T[order].contiguous()
         if found.factor is None or not self.settings.compensate:
             values = columns.rounded(target)[0]
@@ -94,7 +94,7 @@ class Gptq(Algorithm):
             values = compensate(target.clone(), found.factor, columns)
         for _ in range(self.settings.sweeps):
             scales = _fitted(weights, scales, values[inverse].T.contiguous(), natural)
-            values = descend(target, values, found.matrix, _grid(scales, weights).transposed(order))
+            values = descend(target, values, found.matrix, _columns(scales, weights, order))
         plain = values[inverse].T.contiguous()
         if self.settings.sweeps:
             scales = _fitted(weights, scales, plain, natural)
@@ -113,6 +113,11 @@ class Gptq(Algorithm):
 def _grid(scales: list[Scales], weights: list[Tensor]) -> Grid:
     """The grid of the stacked weights."""
     return stacked([one.grid(tuple(weight.shape)) for one, weight in zip(scales, weights, strict=True)])
+
+
+def _columns(scales: list[Scales], weights: list[Tensor], order: Tensor) -> Grid:
+    """The grid of the stacked weights, transposed."""
+    return stacked([one.columns(tuple(w.shape), order) for one, w in zip(scales, weights, strict=True)], dim=1)
 
 
 def _fitted(weights: list[Tensor], scales: list[Scales], values: Tensor, matrix: Tensor) -> list[Scales]:

@@ -70,6 +70,19 @@ class Scales:
         like = to_blocks(scale.new_empty(1).expand(shape), self.key.granularity)
         return from_blocks(over_blocks(scale).expand_as(like), shape)
 
+    def columns(self, shape: tuple[int, ...], order: Tensor) -> Grid:
+        """The grid of the transposed weight of `shape` [N, K] with its input features in another order, contiguous."""
+        height, width = self.key.granularity.extents(shape)
+        places = order // width
+        rows = torch.arange(shape[0], device=order.device) // height
+
+        def spread(numbers: Tensor) -> Tensor:
+            found = numbers.T[places]
+            return found if height == 1 else found[:, rows]
+
+        zero = None if self.zero_point is None else spread(decode(self.zero_point, self.key.element))
+        return Grid(self.key.element, spread(self.multipliers()), zero)
+
     def gathered(self, numbers: Tensor) -> Tensor:
         """The sum of `numbers` [N, K] under each scale, [N', K']."""
         return to_blocks(numbers, self.key.granularity).sum(dim=(-3, -1))
@@ -101,21 +114,20 @@ class Grid:
         """The weights that `values` stand for."""
         return (values if self.zero is None else values - self.zero) * self.scale
 
-    def transposed(self, order: Tensor) -> Grid:
-        """The grid of the transposed weight with its input features in another order, contiguous."""
-        zero = None if self.zero is None else self.zero.T[order].contiguous()
-        return Grid(self.element, self.scale.T[order].contiguous(), zero)
-
     def row(self, index: int) -> Grid:
         """The grid of one row."""
         return Grid(self.element, self.scale[index], None if self.zero is None else self.zero[index])
 
+    def rows(self, first: int, last: int) -> Grid:
+        """The grid of some rows."""
+        return Grid(self.element, self.scale[first:last], None if self.zero is None else self.zero[first:last])
 
-def stacked(grids: list[Grid]) -> Grid:
-    """Grids of one element over the same input features, one below the other."""
+
+def stacked(grids: list[Grid], dim: int = 0) -> Grid:
+    """Grids of one element over the same input features, one below the other; transposed ones along `dim` 1."""
     zeros = [grid.zero for grid in grids]
     zero = None
     if any(entry is not None for entry in zeros):
         parts = [torch.zeros_like(grid.scale) if grid.zero is None else grid.zero for grid in grids]
-        zero = torch.cat(parts)
-    return Grid(grids[0].element, torch.cat([grid.scale for grid in grids]), zero)
+        zero = torch.cat(parts, dim)
+    return Grid(grids[0].element, torch.cat([grid.scale for grid in grids], dim), zero)

@@ -27,7 +27,7 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output
+from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.outcome import outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
@@ -171,8 +171,10 @@ class Run:
         if self.calibration is None or self.store is not None or not plan_needs_calibration(self.plan):
             return None
         windows = self.ranks.share(self.calibration.windows).to(self.device)
-        how = {"reference": self.algorithm.refines_blocks, "most_held": self.most_held, "ranks": self.ranks}
-        return BlockStream(self.model, self.partial.filled, windows, **how)
+        tunes = self.algorithm.refines_blocks
+        batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
+        how = {"reference": tunes, "most_held": self.most_held, "ranks": self.ranks}
+        return BlockStream(self.model, self.partial.filled, windows, batch, **how)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
         """Carries calibration through a block and quantizes its layers by what it shows.
@@ -201,7 +203,10 @@ class Run:
         def refine(output: Output, target: Callable[[int], Tensor]) -> dict[str, Tensor]:
             tasks = {name: self.solver.task(self.layers[name], statistics) for name, statistics in seen.items()}
             results = {name: one.result for name, one in written.items()}
-            refined = self.algorithm.refine(BlockTask(tasks, results, len(stream.states), output, target))
+            batches, dtype = len(stream.states), stream.states[0].dtype
+            refined = self.algorithm.refine(
+                BlockTask(tasks, results, batches, output, target, dtype, self.ranks.sum_in_place)
+            )
             return finish({name: self.solver.with_input_scale(tasks[name], result) for name, result in refined.items()})
 
         if self.algorithm.refines_blocks:

@@ -31,8 +31,21 @@ StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 """Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
 BATCH = 4
+TUNING_BATCH = 8
+"""Windows that pass together where blocks are tuned: each step reads as many."""
+
+TOKENS_AT_ONCE = 1 << 13
+"""Tokens that pass together on a GPU, which takes as long to be told what to do as to do it."""
+
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
+
+
+def windows_at_once(length: int, on_cpu: bool, tunes: bool = False) -> int:
+    """How many windows of `length` tokens pass together; `tunes`: whether blocks are tuned on them."""
+    if tunes:
+        return TUNING_BATCH
+    return BATCH if on_cpu else max(BATCH, TOKENS_AT_ONCE // length)
 
 
 class BlockStream:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fewbit.algorithms.registry import algorithm
 from fewbit.models.names import read_config
 from fewbit.models.quantization.block_loop import plan_needs_calibration
-from fewbit.models.quantization.block_stream import BATCH, MOST_HELD
+from fewbit.models.quantization.block_stream import MOST_HELD, windows_at_once
 from fewbit.models.quantization.plan import Plan, PlannedLayer
 from fewbit.spec.element import Element
 
@@ -79,7 +79,8 @@ def memory_plan(source: Path, plan: Plan, work: Workload, max_shard_bytes: int) 
             blocks.setdefault(layer.block, []).append(layer)
     numbers = max(sum(prod(layer.shape) for layer in layers) for layers in blocks.values())
     of_pass = max(_held(layers, hidden) for layers in blocks.values()) * width
-    one_batch = min(tokens, BATCH * work.length) * of_pass
+    batch = windows_at_once(work.length, work.on_cpu, chosen.refines_blocks)
+    one_batch = min(tokens, batch * work.length) * of_pass
     parts = {
         "weights of a block": plan.block_bytes // stored * (width + 4),  # as they run, and as they are written
         "hidden states": tokens * hidden * width * (2 if chosen.refines_blocks else 1),

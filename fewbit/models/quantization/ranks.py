@@ -100,9 +100,15 @@ class Ranks:
         own = replace(_joined(found), products=own.products, magnitudes=own.magnitudes)
         for sums in (own.products, own.magnitudes):
             if sums is not None:
-                with _peers():
-                    dist.all_reduce(sums)
+                self.sum_in_place(sums)
         return own
+
+    def sum_in_place(self, numbers: Tensor) -> Tensor:
+        """Makes of a tensor its sum over all processes, and returns it."""
+        if self.count > 1:
+            with _peers():
+                dist.all_reduce(numbers)
+        return numbers
 
     def largest(self, magnitudes: dict[str, Tensor]) -> dict[str, Tensor]:
         """The largest that any process has of each tensor."""
