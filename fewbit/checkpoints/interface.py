@@ -79,6 +79,9 @@ class CheckpointFormat(ABC):
     describes_embeddings: ClassVar[bool] = False
     """Whether its configuration can say of an embedding that it is quantized."""
 
+    writes_order: ClassVar[bool] = False
+    """Whether it states which group each input feature belongs to (act-order)."""
+
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
 

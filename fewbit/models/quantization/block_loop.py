@@ -173,7 +173,8 @@ class Run:
         windows = self.ranks.share(self.calibration.windows).to(self.device)
         tunes = self.algorithm.refines_blocks
         batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
-        how = {"reference": tunes, "most_held": self.most_held, "ranks": self.ranks}
+        compares = self.algorithm.compares_inputs
+        how = {"reference": tunes or compares, "compares": compares, "most_held": self.most_held, "ranks": self.ranks}
         return BlockStream(self.model, self.partial.filled, windows, batch, **how)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
@@ -256,7 +257,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain)
+        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain, self.plan.recipe)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:

@@ -142,10 +142,16 @@ def _statistics(
         return None
     if calibration is None or not plan_needs_calibration(plan):
         raise SchemeError(f"{plan.recipe.algorithm} reads no statistics here.", "Leave --keep-statistics out.")
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+    chosen = algorithm(plan.recipe.algorithm, plan.recipe.settings)
+    if chosen.refines_blocks:
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
+        )
+    if chosen.compares_inputs:
+        raise SchemeError(
+            "The asymmetric term needs inputs of quantized layers, and kept statistics are of the unquantized model.",
+            "Leave --set asymmetric or --keep-statistics out.",
         )
     if plan.recipe.transforms:
         raise SchemeError(
