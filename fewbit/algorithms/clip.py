@@ -1,9 +1,9 @@
 """Clipping: round to nearest, with the range of each group shrunk as far as its output error falls.
 
-The second step of AWQ, which `--transform awq --algorithm clip` is as it was published. A group's range is multiplied by
-1 down to 1 - `reach`, the extremes beyond it saturating; the error of a candidate is d^T H d, d being
-what rounding does to the group's weights and H its block of the Gram matrix, so that all calibration tokens count and no
-output is computed.
+The second step of AWQ, which `--transform awq --algorithm clip` is as it was published. A group's range is multiplied
+by 1 down to 1 - `reach`, the extremes beyond it saturating; the error of a candidate is d^T H d, d being what rounding
+does to the group's weights and H its block of the Gram matrix, so that all calibration tokens count and no output is
+computed.
 
 Sources: Lin et al., AWQ (arXiv 2306.00978); AutoAWQ 0.2.9 for the grid, 10 steps down to 0.55.
 """

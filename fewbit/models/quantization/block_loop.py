@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.outcome import outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
 from fewbit.models.quantization.ranks import ALONE, Ranks
+from fewbit.models.quantization.row_shares import put_together
 from fewbit.models.quantization.solver import LayerSolver
 from fewbit.models.quantization.statistics import BlockStatistics, StatisticsStore
 from fewbit.models.quantization.transforms.registry import of_recipe
@@ -79,7 +79,7 @@ class Run:
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         config = read_config(source)
         keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
-        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device)
+        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device, ranks)
         self.folder = self.transforms.weights
         # Few CPUs multiply 16-bit floats as fast as float32.
         self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
@@ -208,7 +208,8 @@ class Run:
             refined = self.algorithm.refine(
                 BlockTask(tasks, results, batches, output, target, dtype, self.ranks.sum_in_place)
             )
-            return finish({name: self.solver.with_input_scale(tasks[name], result) for name, result in refined.items()})
+            scaled = {name: self.solver.with_input_scale(tasks[name], result) for name, result in refined.items()}
+            return finish(self._of_first(scaled))
 
         if self.algorithm.refines_blocks:
             stream.solve(block, inside, solve, refine)
@@ -222,15 +223,22 @@ class Run:
         return written
 
     def _solve_together(self, names: list[str], statistics: InputStatistics) -> dict[str, LayerResult]:
-        """Layers that read one input, each solved by one process."""
-        sizes = [prod(self.layers[name].shape) for name in names]
-        own = [names[index] for index in self.ranks.own(sizes)]
-        found = self.solver.solve(own, statistics) if own else {}
+        """Layers that read one input; of several processes each solves some of their rows."""
         if self.ranks.count == 1:
-            return found
-        onto = {name: replace(result, record=result.record.to("cpu")) for name, result in found.items()}
-        results = {name: result for one in self.ranks.everyones(onto) for name, result in one.items()}
-        return {name: replace(results[name], record=results[name].record.to(self.device)) for name in names}
+            return self.solver.solve(names, statistics)
+        own = self.solver.solve_rows(names, statistics, self.ranks.rank, self.ranks.count)
+        shares = self.ranks.everyones(own)
+        return {name: self._here(put_together([one[name] for one in shares if name in one])) for name in names}
+
+    def _here(self, result: LayerResult) -> LayerResult:
+        return replace(result, record=result.record.to(self.device))
+
+    def _of_first(self, results: Mapping[str, LayerResult]) -> dict[str, LayerResult]:
+        """What the first process made of layers that all of them have solved, lest the last digits decide."""
+        if self.ranks.count == 1:
+            return dict(results)
+        found = self.ranks.first({name: replace(one, record=one.record.to("cpu")) for name, one in results.items()})
+        return {name: self._here(result) for name, result in found.items()}
 
     def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
         """Quantizes the layers of a block by statistics that were kept."""

@@ -99,7 +99,6 @@ class GradientStream(BlockStream):
     def __init__(self, model: PreTrainedModel, partial: PartialModel, windows: Tensor, batch: int = 4) -> None:
         tied = tied_names(model)  # filling a module and emptying it again unties it
         super().__init__(model, partial.filled, windows, batch)
-        self.tokens = windows.numel()
         self.inputs: dict[str, list[Tensor]] = {}
         for path in self.arguments:
             self.inputs[path] = list(self.states)

@@ -21,7 +21,6 @@ from fewbit.models.quantization.fingerprint import fingerprint_of
 from fewbit.models.quantization.plan import Plan
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.statistics import StatisticsStore
-from fewbit.models.quantization.transforms.registry import of_recipe
 from fewbit.models.report.facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report.files import write_report
 
@@ -75,7 +74,7 @@ def quantize_checkpoint(
     """
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
-    _check_shared(plan, keep_statistics, ranks)
+    check_shared(keep_statistics, ranks)
     started, source = time.monotonic(), Path(source)
     earlier = ranks.first(_published(output) if ranks.writes else None)
     if earlier is not None:
@@ -120,18 +119,14 @@ def _published(output: str | Path) -> dict[str, Any] | None:
     return found
 
 
-def _check_shared(plan: Plan, keep_statistics: str | Path | None, ranks: Ranks) -> None:
-    if ranks.count == 1:
-        return
-    if keep_statistics is not None:
+def check_shared(keep_statistics: str | Path | None, ranks: Ranks) -> None:
+    """Refuses what several processes cannot do together.
+
+    Raises:
+        SchemeError: statistics are to be kept.
+    """
+    if ranks.count > 1 and keep_statistics is not None:
         raise SchemeError("Kept statistics are gathered by one process.", "Start it without torchrun.")
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
-        raise SchemeError(
-            f"{plan.recipe.algorithm} tunes blocks in one process.", "Start it without torchrun, or use gptq."
-        )
-    observing = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
-    if observing:
-        raise SchemeError(f"{observing[0]} watches all windows in one process.", "Start it without torchrun.")
 
 
 def _statistics(
