@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from fewbit.algorithms.registry import algorithm
+from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.load import Progress
+from fewbit.models.names import read_config
 from fewbit.models.quantization.block_loop import Run, plan_needs_calibration
 from fewbit.models.quantization.block_stream import MOST_HELD
 from fewbit.models.quantization.calibration import Calibration
@@ -21,6 +23,8 @@ from fewbit.models.quantization.fingerprint import fingerprint_of
 from fewbit.models.quantization.plan import Plan
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.statistics import StatisticsStore
+from fewbit.models.quantization.transforms.registry import of_recipe
+from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.models.report.facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report.files import write_report
 
@@ -148,15 +152,15 @@ def _statistics(
             "The asymmetric term needs inputs of quantized layers, and kept statistics are of the unquantized model.",
             "Leave --set asymmetric or --keep-statistics out.",
         )
-    if plan.recipe.transforms:
+    by_data = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
+    if by_data:
         raise SchemeError(
-            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
+            f"Kept statistics are gathered before {by_data[0]} chooses scales, which changes what layers read.",
+            "Leave --transform or --keep-statistics out; rotation may stay.",
         )
+    store, weights = StatisticsStore(folder), None
     if plan.recipe.transforms:
-        raise SchemeError(
-            "Kept statistics are of the weights as they are, not of transformed ones.",
-            "Leave --transform or --keep-statistics out.",
-        )
-    store = StatisticsStore(folder)
-    store.complete(source, calibration, device)
+        config, keys = read_config(source), {layer.name: layer.key for layer in plan.quantized if layer.key}
+        weights = Transformations(plan.recipe, keys, TensorFolder(source), config, torch.device(device)).weights
+    store.complete(source, calibration, device, weights, plan.recipe.transforms)
     return store
