@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 from fewbit.models.kv_cache import CacheWatch
+from fewbit.models.quantization.hooks import hooked
 from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Reference, RepeatedPasses
 from fewbit.models.quantization.ranks import ALONE, Ranks
 
@@ -225,20 +227,11 @@ class BlockStream:
             arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
         return _state_of(block(self.states[index] if state is None else state, **arguments))
 
-    @contextmanager
-    def _before_each(self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def _before_each(
+        self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]
+    ) -> AbstractContextManager[None]:
         """Meanwhile `call` gets the name and the input of each of `layers` before it runs."""
-        handles = [
-            self.model.get_submodule(location).register_forward_pre_hook(
-                lambda _module, inputs, name=name: call(name, inputs[0])
-            )
-            for name, location in layers.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(self.model, {location: functools.partial(call, name) for name, location in layers.items()})
 
     def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
         """What one batch shows of the block.
