@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
-from fewbit.models.quantization.outcome import outcome_of
+from fewbit.models.quantization.done_unit import DoneUnit, OneBehind
+from fewbit.models.quantization.outcome import LayerOutcome, outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.row_shares import put_together
@@ -102,22 +104,19 @@ class Run:
         if any(count != finished for count in counts):
             raise OutputError(f"Not every process sees {work.path}.", "Write to a place that all of them share.")
         stream = self._stream() if finished < len(self.units) else None
-        for number, (block, names) in enumerate(self.units.items()):
-            if number >= finished:
-                tensors, facts = self._unit(stream, block)
-                if self.ranks.writes:
-                    work.add(tensors, facts)
-            elif stream is not None and block:
-                self.transforms.enter(stream, block)
-                stream.replay(block, self._finished_weights(block, work.unit(number)))
-            self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
+        with OneBehind(apart=self.device.type != "cpu") as finishing:
+            for number, (block, names) in enumerate(self.units.items()):
+                if number >= finished:
+                    unit = self._unit(stream, block)
+                    if unit is not None:
+                        finishing.do(lambda unit=unit: work.add(unit.tensors, unit.facts()))
+                elif stream is not None and block:
+                    self.transforms.enter(stream, block)
+                    stream.replay(block, self._finished_weights(block, work.unit(number)))
+                self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
 
-    def _unit(self, stream: BlockStream | None, block: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of a unit that differ from the source's, by their names on disk, and the facts about them.
-
-        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`
-        of layers; what `transforms` did.
-        """
+    def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
+        """What a unit became; None in processes that do not write."""
         transforms = self.transforms.enter(stream, block)
         written: Mapping[str, WrittenLayer] = {}
         if block and self.store is not None:
@@ -125,10 +124,10 @@ class Run:
         elif block and stream is not None:
             written = self._through(stream, block)
         if not self.ranks.writes:
-            return {}, {}
+            return None
         tensors: dict[str, Tensor] = {}
         made: dict[str, list[str]] = {}
-        outcomes = []
+        outcomes: list[Callable[[], LayerOutcome]] = []
         for name in self.units[block]:
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is None or name != f"{layer.name}.weight":
@@ -139,10 +138,10 @@ class Run:
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
             tensors |= found
             made[name] = list(found)
-            outcomes.append(vars(outcome_of(layer, self.folder.load(name), own, self.solver.input_seen(layer))))
+            known = (layer, self.folder.load(name), own, self.solver.input_seen(layer))
+            outcomes.append(partial(outcome_of, *known))
         scales = dict(self._cache_scales(block)) if block else {}
-        facts = {"made": made, "added": list(scales), "outcomes": outcomes, "transforms": transforms}
-        return tensors | scales, facts
+        return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
 
     def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
         """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
