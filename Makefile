@@ -74,7 +74,7 @@ docs: $(VENV)/dev.stamp  # the tables in docs/ that are made from the code
 	$(BIN)/python -m tests.checkpoints.conversion_matrix
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist fewbit/kernels/_cpu.so
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-originals fewbit-demo build dist fewbit/kernels/_cpu.so fewbit/algorithms/programs/_solve.so
 	git clean -fdXq csrc/cpu
 
 # torch first and by itself, so that no resolver picks a larger build of it.

@@ -13,8 +13,11 @@ import importlib.metadata
 import inspect
 import pkgutil
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TypeVar
+
+from fewbit.errors import SchemeError, closest
 
 Contract = TypeVar("Contract")
 
@@ -22,13 +25,16 @@ Contract = TypeVar("Contract")
 def implementation_classes(package: ModuleType, contract: type[Contract]) -> dict[str, type[Contract]]:
     """Every concrete subclass of `contract` defined in a module of `package`, by its `name`.
 
-    Sub-packages are searched too. Modules are imported in name order, so that the order is the same everywhere.
+    Sub-packages are searched too, but for `programs`, which need Triton. Modules are imported in name order, so that
+    the order is the same everywhere.
 
     Raises:
         RuntimeError: two implementations claim one name.
     """
     found: dict[str, type[Contract]] = {}
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
+        if ".programs" in info.name:
+            continue
         module = importlib.import_module(info.name)
         for _, member in inspect.getmembers(module, inspect.isclass):
             concrete = issubclass(member, contract) and not inspect.isabstract(member)
@@ -36,6 +42,23 @@ def implementation_classes(package: ModuleType, contract: type[Contract]) -> dic
                 continue
             _add(found, member)
     return found
+
+
+def class_named(found: Mapping[str, type[Contract]], name: str, kind: str) -> type[Contract]:
+    """The implementation of that name, as people write it: capitals and hyphens do not matter.
+
+    Args:
+        found: see `implementation_classes`.
+        name: whose.
+        kind: what it is, for the message.
+
+    Raises:
+        SchemeError: there is none.
+    """
+    chosen = found.get(name.strip().lower().replace("-", "_"))
+    if chosen is None:
+        raise SchemeError(f"Unknown {kind} {name!r}.", closest(name, found))
+    return chosen
 
 
 def implementations(package: ModuleType, contract: type[Contract], group: str = "") -> dict[str, Contract]:

@@ -10,41 +10,44 @@ import torch
 from torch import Tensor
 
 from fewbit.algorithms.grid import Grid
-
-PANEL = 128
-"""Features whose errors are carried on together."""
+from fewbit.algorithms.panels import PANEL, solve_panel
 
 
-def compensate(weight: Tensor, factor: Tensor, grid: Grid) -> Tensor:
+def compensate(weight: Tensor, factor: Tensor, grid: Grid, drift: Tensor | None = None) -> Tensor:
     """GPTQ: rounds feature after feature and moves the error onto the features that are still open.
 
     Args:
         weight: float32 [K, N], in the order in which features are visited; overwritten.
         factor: upper triangular U with H^-1 = U^T U, float32 [K, K].
         grid: of the transposed weight.
+        drift: strictly upper triangular P, float32 [K, K]: each feature moves those after it by P times its weight
+            besides (see `fewbit.algorithms.gptq`).
 
     Returns:
         The element's numbers, float32 [K, N].
     """
     values = torch.empty_like(weight)
-    diagonal = factor.diagonal().tolist()
     features = len(weight)
     for first in range(0, features, PANEL):
         last = min(first + PANEL, features)
-        errors = torch.empty_like(weight[first:last])
-        for index in range(first, last):
-            value, meaning = grid.row(index).rounded(weight[index])
-            values[index] = value
-            error = torch.sub(weight[index], meaning, out=errors[index - first]).div_(diagonal[index])
-            if index + 1 < last:
-                weight[index + 1 : last].addr_(factor[index, index + 1 : last], error, alpha=-1)
-        if last < features:
-            weight[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
+        inside = slice(first, last)
+        own = None if drift is None else drift[inside, inside]
+        part = grid.rows(first, last)
+        values[inside], errors = solve_panel(weight[inside], factor[inside, inside], part, own)
+        if last == features:
+            break
+        if drift is not None:
+            # What each weight was when its turn came: its meaning and the error that was left.
+            seen = part.meaning(values[inside]) + errors * factor.diagonal()[inside, None]
+            weight[last:].addmm_(drift[inside, last:].T, seen)
+        weight[last:].addmm_(factor[inside, last:].T, errors, alpha=-1)
     return values
 
 
 def descend(target: Tensor, values: Tensor, matrix: Tensor, grid: Grid) -> Tensor:
     """One pass of coordinate descent: each feature gets the best numbers given those of all others.
+
+    With d the error of the weight, feature i goes to the numbers nearest to m_i + (H d)_i / H_ii, m_i being what it is.
 
     Args:
         target: the weight, float32 [K, N].
@@ -56,20 +59,17 @@ def descend(target: Tensor, values: Tensor, matrix: Tensor, grid: Grid) -> Tenso
         The element's numbers, float32 [K, N]; the output error is not larger than before.
     """
     values = values.clone()
-    error = target - grid.meaning(values)
-    curvatures = matrix.diagonal().tolist()
+    held = grid.meaning(values)
+    error = target - held
+    curvatures = matrix.diagonal()
+    # A change c_i of feature i moves the goal of j by -H_ij / H_jj c_i, which is what the panel carries on.
+    factor = (-matrix / curvatures).fill_diagonal_(1)
     for first in range(0, len(target), PANEL):
         last = min(first + PANEL, len(target))
-        pull = matrix[first:last] @ error  # the gradient of each feature, kept current inside the panel
-        for index in range(first, last):
-            goal = pull[index - first] / curvatures[index]
-            goal += target[index]
-            goal -= error[index]
-            value, meaning = grid.row(index).rounded(goal)
-            values[index] = value
-            fresh = target[index] - meaning
-            change = fresh - error[index]
-            error[index] = fresh
-            if index + 1 < last:
-                pull[index + 1 - first :].addr_(matrix[index + 1 : last, index], change)
+        inside = slice(first, last)
+        goal = torch.addmm(held[inside], matrix[inside] / curvatures[inside, None], error)
+        values[inside], changes = solve_panel(
+            goal, factor[inside, inside].triu(), grid.rows(first, last), held=held[inside]
+        )
+        error[inside] += changes
     return values

@@ -27,12 +27,14 @@ class Scales:
         scale: codes of the scale element, [N', K'].
         zero_point: codes of zero, [N', K'], for asymmetric keys.
         global_scale: float64 [1, 1], for keys with a second level.
+        order: group of each input feature, int32 [K]; None where groups are of neighbours.
     """
 
     key: QuantKey
     scale: Tensor
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
+    order: Tensor | None = None
 
     @classmethod
     def nearest(cls, weight: Tensor, key: QuantKey, rules: ScaleRules, global_scale: Tensor | None) -> Scales:
@@ -43,7 +45,7 @@ class Scales:
     def of(cls, record: QuantizedTensor) -> Scales:
         """The scales of a plain record."""
         tensors = record.tensors
-        found = {role: tensors[role] for role in ("scale", "zero_point", "global_scale") if role in tensors}
+        found = {role: tensors[role] for role in ("scale", "zero_point", "global_scale", "order") if role in tensors}
         return cls(record.key, **found)  # type: ignore[arg-type] - a plain record holds tensors
 
     def record(self, values: Tensor) -> QuantizedTensor:
@@ -53,6 +55,8 @@ class Scales:
             tensors["zero_point"] = self.zero_point
         if self.global_scale is not None:
             tensors["global_scale"] = self.global_scale
+        if self.order is not None:
+            tensors["order"] = self.order
         return QuantizedTensor(self.key, tuple(values.shape), tensors)
 
     def multipliers(self) -> Tensor:
@@ -67,11 +71,28 @@ class Scales:
 
     def spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
         """One number per scale [N', K'] -> the same for every entry of a weight of `shape` [N, K]."""
+        if self.order is not None:
+            return scale[:, self.order.long()]
         like = to_blocks(scale.new_empty(1).expand(shape), self.key.granularity)
         return from_blocks(over_blocks(scale).expand_as(like), shape)
 
+    def columns(self, shape: tuple[int, ...], order: Tensor) -> Grid:
+        """The grid of the transposed weight of `shape` [N, K] with its input features in another order, contiguous."""
+        height, width = self.key.granularity.extents(shape)
+        places = order // width if self.order is None else self.order.long()[order]
+        rows = torch.arange(shape[0], device=order.device) // height
+
+        def spread(numbers: Tensor) -> Tensor:
+            found = numbers.T[places]
+            return found if height == 1 else found[:, rows]
+
+        zero = None if self.zero_point is None else spread(decode(self.zero_point, self.key.element))
+        return Grid(self.key.element, spread(self.multipliers()), zero)
+
     def gathered(self, numbers: Tensor) -> Tensor:
         """The sum of `numbers` [N, K] under each scale, [N', K']."""
+        if self.order is not None:
+            return torch.zeros_like(self.scale, dtype=numbers.dtype).index_add_(1, self.order.long(), numbers)
         return to_blocks(numbers, self.key.granularity).sum(dim=(-3, -1))
 
 
@@ -101,21 +122,20 @@ class Grid:
         """The weights that `values` stand for."""
         return (values if self.zero is None else values - self.zero) * self.scale
 
-    def transposed(self, order: Tensor) -> Grid:
-        """The grid of the transposed weight with its input features in another order, contiguous."""
-        zero = None if self.zero is None else self.zero.T[order].contiguous()
-        return Grid(self.element, self.scale.T[order].contiguous(), zero)
-
     def row(self, index: int) -> Grid:
         """The grid of one row."""
         return Grid(self.element, self.scale[index], None if self.zero is None else self.zero[index])
 
+    def rows(self, first: int, last: int) -> Grid:
+        """The grid of some rows."""
+        return Grid(self.element, self.scale[first:last], None if self.zero is None else self.zero[first:last])
 
-def stacked(grids: list[Grid]) -> Grid:
-    """Grids of one element over the same input features, one below the other."""
+
+def stacked(grids: list[Grid], dim: int = 0) -> Grid:
+    """Grids of one element over the same input features, one below the other; transposed ones along `dim` 1."""
     zeros = [grid.zero for grid in grids]
     zero = None
     if any(entry is not None for entry in zeros):
         parts = [torch.zeros_like(grid.scale) if grid.zero is None else grid.zero for grid in grids]
-        zero = torch.cat(parts)
-    return Grid(grids[0].element, torch.cat([grid.scale for grid in grids]), zero)
+        zero = torch.cat(parts, dim)
+    return Grid(grids[0].element, torch.cat([grid.scale for grid in grids], dim), zero)

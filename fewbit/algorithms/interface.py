@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fewbit.algorithms.curvature import output_loss
@@ -64,6 +65,8 @@ class BlockTask:
         output: (layer name -> weight [N, K], index of a batch) -> the block's output for these weights, on what the
             quantized blocks before it put out; differentiable in the weights.
         target: index of a batch -> what the block puts out in the unquantized model.
+        dtype: of the weights, as the block runs.
+        total: makes of a tensor its sum over all processes, each of which has other batches.
     """
 
     tasks: Mapping[str, LayerTask]
@@ -71,6 +74,8 @@ class BlockTask:
     batches: int
     output: Callable[[Mapping[str, Tensor], int], Tensor]
     target: Callable[[int], Tensor]
+    dtype: torch.dtype = torch.float32
+    total: Callable[[Tensor], object] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,16 @@ class Algorithm(ABC):
 
     refines_blocks: ClassVar[bool] = False
     """Whether `refine` is to be called for each block, with the unquantized model's outputs at hand."""
+
+    @property
+    def compares_inputs(self) -> bool:
+        """Whether statistics are to say how inputs differ from those of the unquantized model."""
+        return False
+
+    @property
+    def orders_groups(self) -> bool:
+        """Whether records may say of each input feature which group it belongs to."""
+        return False
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings: Any = read_settings(self.Settings, settings or {}, self.name)
@@ -167,4 +182,5 @@ def relative_loss(weight: Tensor, approximation: Tensor, gram: Tensor | None) ->
     if gram is None:
         return None
     whole = output_loss(weight, gram).sum()
-    return float(output_loss(approximation - weight, gram).sum() / whole) if whole > 0 else 0.0
+    error = output_loss(approximation - weight, gram).sum()
+    return float(torch.where(whole > 0, error / whole, 0.0))

@@ -11,7 +11,7 @@ point together; ModelOpt's local Hessian for the block of H.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,15 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbit.algorithms import native
 from fewbit.algorithms.grid import Grid, Scales
 from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask
 from fewbit.numerics import decode, encode
 
-WIDEST_BLOCK = 256
+WIDEST_BLOCK = native.MOST_FEATURES
 """Input features of a group up to which its whole block of H is used; beyond, the diagonal."""
 
 CHUNK_NUMBERS = 1 << 17
-"""Weights handled at a time on a CPU, so that all working copies stay in its caches."""
+"""Weights handled at a time by torch on a CPU, so that all working copies stay in its caches."""
+
+MOST_NUMBERS = 1 << 24
+"""Weights handled at a time otherwise: all candidates for their scales are in memory together."""
 
 INTEGER_RATIOS = tuple(1.1 - 0.05 * step for step in range(15))
 FINE_RATIOS = (1.03, 1.015, 0.985, 0.97)
@@ -51,12 +55,13 @@ class ScaleSearch(Algorithm):
         return results
 
 
-def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
+def search_scales(task: LayerTask, gram: Tensor | None = None, ratios: Sequence[float] = ()) -> Scales:
     """The best scales of a layer's weight.
 
     Args:
         task: the layer.
         gram: float32 [K, K] of its input; without it the squared error of the weights is minimized.
+        ratios: of the scales that round to nearest has, to try these alone; empty to try all that is worth it.
 
     Returns:
         Scales as round to nearest would have them where the granularity is not one of groups within a row (a tensor, a
@@ -73,99 +78,123 @@ def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
         return start
     groups = -(-task.weight.shape[1] // width)
     blocks = None if gram is None else _gram_blocks(gram, groups, width)
-    rows = len(task.weight) if task.weight.is_cuda else max(1, CHUNK_NUMBERS // task.weight.shape[1])
     weight = task.weight.float()
+    at_once = CHUNK_NUMBERS if weight.is_cpu and not native.takes(weight, blocks) else MOST_NUMBERS
+    rows = max(1, at_once // weight.shape[1])
     parts = [
-        _search_rows(weight[first : first + rows], _rows(start, first, first + rows), blocks, width, signed)
+        _search_rows(weight[first : first + rows], _rows(start, first, first + rows), blocks, width, signed, ratios)
         for first in range(0, len(weight), rows)
     ]
     scale = torch.cat([part.scale for part in parts])
-    zero = None if start.zero_point is None else torch.cat([_present(part.zero_point) for part in parts])
-    return replace(start, scale=scale, zero_point=zero)
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    return replace(start, scale=scale, zero_point=torch.cat(zeros) if zeros else None)
 
 
-def _search_rows(weight: Tensor, start: Scales, blocks: Tensor | None, width: int, signed: bool) -> Scales:
+def _search_rows(
+    weight: Tensor, start: Scales, blocks: Tensor | None, width: int, signed: bool, ratios: Sequence[float]
+) -> Scales:
     groups = start.scale.shape[1]
-    grouped = F.pad(weight, (0, groups * width - weight.shape[1])).view(len(weight), groups, width).transpose(0, 1)
-    grouped = grouped.contiguous()  # [G, N, g]
-    best, lowest = start, _errors(grouped, start, blocks)
-    for candidate in _candidates(grouped, start, signed):
-        best, lowest = _better(best, lowest, candidate, _errors(grouped, candidate, blocks))
+    grouped = F.pad(weight, (0, groups * width - weight.shape[1])).T.contiguous().view(groups, width, len(weight))
+    if ratios:
+        return _best(_scaled(start, ratios), grouped, blocks)
+    best = _best(_together([_scaled(start, (1.0,)), _candidates(grouped, start, signed)]), grouped, blocks)
     if start.key.element.is_integer and start.key.scale.element.bits >= 16:
-        found = best
-        for ratio in FINE_RATIOS:
-            candidate = _scaled(found, ratio)
-            best, lowest = _better(best, lowest, candidate, _errors(grouped, candidate, blocks))
+        best = _best(_scaled(best, (1.0, *FINE_RATIOS)), grouped, blocks)
     return best
 
 
-def _errors(grouped: Tensor, scales: Scales, blocks: Tensor | None) -> Tensor:
-    """Error of each group, float32 [G, N]."""
-    zero = None if scales.zero_point is None else decode(scales.zero_point, scales.key.element).T[..., None]
-    grid = Grid(scales.key.element, scales.multipliers().T[..., None], zero)
-    difference = grid.rounded(grouped)[1].sub_(grouped)
-    if blocks is None:
-        return difference.square_().sum(dim=-1)
-    if blocks.dim() == 2:
-        return torch.einsum("gnk,gk->gn", difference.square_(), blocks)
-    return torch.bmm(difference, blocks).mul_(difference).sum(dim=-1)
+def _best(candidates: Scales, grouped: Tensor, blocks: Tensor | None) -> Scales:
+    """Of each group the candidate with the smallest error, the first of several."""
+    winner = _errors(grouped, candidates, blocks).nan_to_num(nan=torch.inf).argmin(dim=0).T[None]
+
+    def picked(codes: Tensor) -> Tensor:
+        bits = codes.view(torch.uint8) if codes.element_size() == 1 else codes  # floats of 8 bits cannot be gathered
+        return bits.gather(0, winner)[0].view(codes.dtype)
+
+    zero = None if candidates.zero_point is None else picked(candidates.zero_point)
+    return replace(candidates, scale=picked(candidates.scale), zero_point=zero)
 
 
-def _better(best: Scales, lowest: Tensor, candidate: Scales, error: Tensor) -> tuple[Scales, Tensor]:
-    wins = error < lowest
-    scale = torch.where(wins.T, candidate.scale, best.scale)
-    zero = None
-    if best.zero_point is not None:
-        zero = torch.where(wins.T, _present(candidate.zero_point), best.zero_point)
-    return replace(best, scale=scale, zero_point=zero), torch.where(wins, error, lowest)
+def _errors(grouped: Tensor, candidates: Scales, blocks: Tensor | None) -> Tensor:
+    """Error of each group under each of C candidates, float32 [C, G, N], for weights [G, g, N]."""
+    element, scale, zero = candidates.key.element, candidates.multipliers().transpose(1, 2), None
+    if candidates.zero_point is not None:
+        zero = decode(candidates.zero_point, element).transpose(1, 2)
+    if native.takes(grouped, scale, zero, blocks):
+        return native.group_errors(grouped, scale, zero, element, blocks)
+    at_once = 1 if grouped.is_cpu else max(1, MOST_NUMBERS // grouped.numel())
+    zeros = [None] * len(scale) if zero is None else zero.split(at_once)
+    found = []
+    for own, own_zero in zip(scale.split(at_once), zeros, strict=False):
+        grid = Grid(element, own[:, :, None], None if own_zero is None else own_zero[:, :, None])
+        difference = grid.rounded(grouped)[1].sub_(grouped)
+        if blocks is None:
+            found.append(difference.square_().sum(dim=2))
+        elif blocks.dim() == 2:
+            found.append(torch.einsum("cgkn,gk->cgn", difference.square_(), blocks))
+        else:
+            found.append(torch.matmul(blocks, difference).mul_(difference).sum(dim=2))
+    return torch.cat(found)
 
 
-def _candidates(grouped: Tensor, start: Scales, signed: bool) -> Iterator[Scales]:
-    """Everything worth trying beside `start`, for all groups at once."""
+def _candidates(grouped: Tensor, start: Scales, signed: bool) -> Scales:
+    """Everything worth trying beside `start`, [C, N, G]."""
     key = start.key
     if key.scale.element.bits == 8:
-        yield from _neighbouring_codes(start)
-    elif not key.element.is_integer:
-        for ratio in FLOAT_RATIOS:
-            yield _scaled(start, ratio)
-    elif key.symmetric:
-        for ratio in INTEGER_RATIOS:
-            yield _scaled(start, ratio)
-            if signed:
-                yield _scaled(start, -ratio)
-    else:
-        yield from _zero_points(grouped, start)
+        return _neighbouring_codes(start)
+    if not key.element.is_integer:
+        return _scaled(start, FLOAT_RATIOS)
+    if not key.symmetric:
+        return _zero_points(grouped, start)
+    signs = (1, -1) if signed else (1,)
+    return _scaled(start, tuple(sign * ratio for ratio in INTEGER_RATIOS for sign in signs))
 
 
-def _neighbouring_codes(start: Scales) -> Iterator[Scales]:
+def _neighbouring_codes(start: Scales) -> Scales:
     """Scales a few codes above and below: positive codes of E4M3 and E8M0 are in the order of their numbers."""
     stored = start.key.scale.element
     offsets = E8M0_OFFSETS if stored.is_exponent_only else E4M3_OFFSETS
     highest = 254 if stored.is_exponent_only else int(encode(torch.tensor(stored.max), stored).view(torch.uint8))
     lowest = 0 if stored.is_exponent_only else 1
-    codes = start.scale.view(torch.uint8).int()
-    for offset in offsets:
-        moved = (codes + offset).clamp(lowest, highest).to(torch.uint8)
-        yield replace(start, scale=moved.view(start.scale.dtype))
+    moved = start.scale.view(torch.uint8).int() + _along_candidates(offsets, start.scale.device).int()
+    return replace(start, scale=moved.clamp_(lowest, highest).to(torch.uint8).view(start.scale.dtype))
 
 
-def _zero_points(grouped: Tensor, start: Scales) -> Iterator[Scales]:
+def _zero_points(grouped: Tensor, start: Scales) -> Scales:
     """Scales with the zero points that put the middle of the grid near the middle of the weights."""
     element = start.key.element
-    middle = ((grouped.amin(dim=-1).clamp(max=0) + grouped.amax(dim=-1).clamp(min=0)) / 2).T
-    for ratio in INTEGER_RATIOS:
-        scaled = _scaled(start, ratio)
-        centre = (element.min + element.max) / 2 - middle / scaled.multipliers()
-        for shift in (-1, 0, 1):
-            yield replace(scaled, zero_point=encode(torch.round(centre) + shift, element))
+    middle = ((grouped.amin(dim=1).clamp(max=0) + grouped.amax(dim=1).clamp(min=0)) / 2).T
+    scaled = _scaled(start, tuple(ratio for ratio in INTEGER_RATIOS for _ in range(3)))
+    shifts = _along_candidates((-1, 0, 1) * len(INTEGER_RATIOS), middle.device)
+    centre = (element.min + element.max) / 2 - middle / scaled.multipliers()
+    return replace(scaled, zero_point=encode(torch.round(centre) + shifts, element))
 
 
-def _scaled(scales: Scales, ratio: float) -> Scales:
+def _scaled(scales: Scales, ratios: Sequence[float]) -> Scales:
+    """Scales times each of the ratios, zero points as they are, [C, N, G]."""
     stored = scales.key.scale.element
-    scale = decode(scales.scale, stored) * ratio
-    tiny = torch.finfo(scales.scale.dtype).tiny
+    scale = decode(scales.scale, stored) * _along_candidates(ratios, scales.scale.device)
+    tiny = torch.finfo(scales.scale.dtype).tiny if scales.scale.is_floating_point() else 0.0
     kept = scale.abs() >= tiny  # a scale must not vanish
-    return replace(scales, scale=torch.where(kept, encode(scale, stored), scales.scale))
+    zero = scales.zero_point
+    return replace(
+        scales,
+        scale=torch.where(kept, encode(scale, stored), scales.scale),
+        zero_point=None if zero is None else zero.expand(len(ratios), *zero.shape),
+    )
+
+
+def _together(parts: list[Scales]) -> Scales:
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    # Floats of 8 bits cannot be joined.
+    scales = [part.scale.view(torch.uint8) if part.scale.element_size() == 1 else part.scale for part in parts]
+    scale = torch.cat(scales).view(parts[0].scale.dtype)
+    return replace(parts[0], scale=scale, zero_point=torch.cat(zeros) if zeros else None)
+
+
+def _along_candidates(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """[C, 1, 1]."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None]
 
 
 def _gram_blocks(gram: Tensor, groups: int, width: int) -> Tensor:
@@ -181,8 +210,3 @@ def _gram_blocks(gram: Tensor, groups: int, width: int) -> Tensor:
 def _rows(scales: Scales, first: int, last: int) -> Scales:
     zero = None if scales.zero_point is None else scales.zero_point[first:last]
     return replace(scales, scale=scales.scale[first:last], zero_point=zero)
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor

@@ -25,6 +25,7 @@ from fewbit.algorithms.gptq import Gptq, GptqSettings
 from fewbit.algorithms.grid import Grid, Scales
 from fewbit.algorithms.interface import BlockTask, LayerResult, LayerTask, relative_loss
 from fewbit.numerics import decode, encode
+from fewbit.numerics.cast import nearest
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class SignRoundSettings(GptqSettings):
 
     Attributes:
         iterations: steps of gradient descent for each block.
-        batches: batches of calibration windows that each step reads.
+        batches: batches of calibration windows that each step reads, of each process.
         rounding_reach: how far an offset may move in all, in steps.
         scale_reach: how far a scale may move in all, as a fraction of it.
     """
 
     iterations: int = 200
-    batches: int = 2
+    batches: int = 1
     rounding_reach: float = 1.0
     scale_reach: float = 0.1
 
@@ -52,27 +53,27 @@ class SignRound(Gptq):
     refines_blocks: ClassVar[bool] = True
 
     def refine(self, block: BlockTask) -> dict[str, LayerResult]:
-        tuned = {
-            task.name: _Tuned(task, result)
+        stacks = _stacks(
+            (task, result)
             for tasks in _by_input(block.tasks.values())
             for task, result in zip(tasks, self._nearest(tasks), strict=True)
-        }
+        )
+        error = _RelativeError(block)
         generator = torch.Generator().manual_seed(0)
         iterations, count = self.settings.iterations, min(self.settings.batches, block.batches)
         for step in range(iterations):
             rate = 2 * (1 - step / iterations) / iterations  # these add up to 1
-            weights = {name: one.weight().requires_grad_() for name, one in tuned.items()}
+            weights = {name: weight for stack in stacks for name, weight in stack.tuned(block.dtype).items()}
             for batch in torch.randperm(block.batches, generator=generator)[:count].tolist():
                 with torch.enable_grad():
-                    _relative_error(block.output(weights, batch), block.target(batch)).backward()
-            for name, one in tuned.items():
-                gradient = weights[name].grad
-                if gradient is not None:
-                    one.step(gradient, self.settings.rounding_reach * rate, self.settings.scale_reach * rate)
+                    error.of(weights, batch).backward()
+            for stack in stacks:
+                block.total(stack.gradient)
+                stack.step(self.settings.rounding_reach * rate, self.settings.scale_reach * rate)
         compensated = {name: _meaning(result) for name, result in block.results.items()}
-        if not _distance(block, {name: one.final() for name, one in tuned.items()}) < _distance(block, compensated):
+        if not error.mean({k: w for stack in stacks for k, w in stack.final().items()}) < error.mean(compensated):
             return dict(block.results)
-        return {name: one.result(self.name) for name, one in tuned.items()}
+        return {name: result for stack in stacks for name, result in stack.results(self.name).items()}
 
     def _nearest(self, tasks: list[LayerTask]) -> list[LayerResult]:
         """The nearest codes on searched scales, for layers that read one input."""
@@ -95,62 +96,126 @@ def _meaning(result: LayerResult) -> Tensor:
     return Scales.of(record).grid(tuple(values.shape)).meaning(values)
 
 
-class _Tuned:
-    """One layer's offsets and factors."""
+def _stacks(pairs: Iterable[tuple[LayerTask, LayerResult]]) -> list[_Stack]:
+    """Layers of one key together, where each of their scales is one of so many numbers of a row."""
+    found: dict[object, list[tuple[LayerTask, LayerResult]]] = {}
+    for task, result in pairs:
+        height, width = task.key.weight.granularity.extents(tuple(task.weight.shape))
+        alike = height == 1 and task.weight.shape[1] % width == 0 and "order" not in result.record
+        found.setdefault((task.key.weight, width) if alike else task.name, []).append((task, result))
+    return [_Stack(layers) for layers in found.values()]
 
-    def __init__(self, task: LayerTask, result: LayerResult) -> None:
-        self.task, self.scales = task, Scales.of(result.record)
-        self.target = task.weight.float()
-        self.shape = tuple(self.target.shape)
-        self.grid = self.scales.grid(self.shape)
-        values = decode(result.record["codes"], result.record.key.element)
-        steps = self.target / self.grid.scale
+
+class _Stack:
+    """Layers whose offsets and factors are tuned as one: few operations, each over all of them.
+
+    Attributes:
+        gradient: of the weights that `tuned` gave, one layer after the other.
+    """
+
+    def __init__(self, layers: list[tuple[LayerTask, LayerResult]]) -> None:
+        self.tasks = [task for task, _ in layers]
+        self.scales = [Scales.of(result.record) for _, result in layers]
+        self.shapes = [tuple(task.weight.shape) for task in self.tasks]
+        self.element = self.scales[0].key.element
+        grids = [scales.grid(shape) for scales, shape in zip(self.scales, self.shapes, strict=True)]
+        zeros = [grid.zero for grid in grids if grid.zero is not None]
+        self.grid = Grid(self.element, _flat([grid.scale for grid in grids]), _flat(zeros) if zeros else None)
+        self.values = _flat([decode(result.record["codes"], self.element) for _, result in layers])
+        steps = _flat([task.weight.float() for task in self.tasks]) / self.grid.scale
         if self.grid.zero is not None:
             steps += self.grid.zero
-        self.base = torch.clamp(steps, values - 0.5, values + 0.5)
-        self.offset = torch.zeros_like(values)
-        self.factor = torch.ones(self.scales.scale.shape, device=values.device)
-        self.values = values
+        self.base = torch.clamp(steps, self.values - 0.5, self.values + 0.5)
+        self.offset = torch.zeros_like(self.base)
+        self.factor = torch.ones_like(_flat([scales.scale for scales in self.scales]), dtype=torch.float32)
+        self.tunes_scales = self.scales[0].key.scale.element.bits >= 16
+        self.signs = self.grid.scale.sign()
+        self.gradient = torch.empty(0)
 
-    def weight(self) -> Tensor:
-        """The weight as it is now, float32 [N, K]."""
-        unit = Grid(self.grid.element, torch.ones((), device=self.base.device))
-        self.values = unit.rounded(self.base + self.offset)[0]
-        return self.grid.meaning(self.values) * self.scales.spread(self.factor, self.shape)
+    def tuned(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights as they are now, leaves [N, K] of that dtype."""
+        self.values = nearest(self.base + self.offset, self.element)
+        self.unscaled = self.grid.meaning(self.values)
+        weights = (self._scaled(self.unscaled) if self.tunes_scales else self.unscaled).to(dtype)
+        self.gradient = torch.zeros_like(weights)
+        leaves = {}
+        for task, weight, slope in zip(self.tasks, self._parted(weights), self._parted(self.gradient), strict=True):
+            leaves[task.name] = weight.detach().requires_grad_()
+            leaves[task.name].grad = slope
+        return leaves
 
-    def step(self, gradient: Tensor, rate: float, scale_rate: float) -> None:
-        """One step down the sign of the gradient of the weight."""
-        slope = gradient * self.grid.scale
-        self.offset.sub_(slope.sign(), alpha=rate).clamp_(-0.5, 0.5)
-        if self.scales.key.scale.element.bits >= 16:
-            slope = self.scales.gathered(gradient * self.grid.meaning(self.values))
-            self.factor.sub_(slope.sign(), alpha=scale_rate)
+    def step(self, rate: float, scale_rate: float) -> None:
+        """One step down the sign of the gradient."""
+        if self.tunes_scales:
+            self.factor.sub_(self._gathered(self.gradient * self.unscaled).sign_(), alpha=scale_rate)
+        self.offset.addcmul_(self.gradient.sign_(), self.signs, value=-rate).clamp_(-0.5, 0.5)
 
-    def final(self) -> Tensor:
-        """The weight with scales as they will be stored."""
-        self.weight()
-        stored = self.scales.key.scale.element
-        if stored.bits >= 16:
-            scale = encode(decode(self.scales.scale, stored) * self.factor, stored)
-            self.scales, self.factor = replace(self.scales, scale=scale), torch.ones_like(self.factor)
-            self.grid = self.scales.grid(self.shape)
-        return self.grid.meaning(self.values)
+    def final(self) -> dict[str, Tensor]:
+        """The weights with scales as they will be stored, float32 [N, K]."""
+        self.values = nearest(self.base + self.offset, self.element)
+        if self.tunes_scales:
+            stored = self.scales[0].key.scale.element
+            factors = self.factor.split([scales.scale.numel() for scales in self.scales])
+            self.scales = [
+                replace(one, scale=encode(decode(one.scale, stored) * factor.view_as(one.scale), stored))
+                for one, factor in zip(self.scales, factors, strict=True)
+            ]
+        self.grids = [scales.grid(shape) for scales, shape in zip(self.scales, self.shapes, strict=True)]
+        found = zip(self.tasks, self.grids, self._parted(self.values), strict=True)
+        return {task.name: grid.meaning(values) for task, grid, values in found}
 
-    def result(self, method: str) -> LayerResult:
-        statistics = self.task.statistics
-        gram = None if statistics is None or statistics.products is None else statistics.gram
-        loss = relative_loss(self.target, self.grid.meaning(self.values), gram)
-        return LayerResult(self.scales.record(self.values), method, loss)
+    def results(self, method: str) -> dict[str, LayerResult]:
+        """What `final` gave."""
+        found = {}
+        layers = zip(self.tasks, self.scales, self.grids, self._parted(self.values), strict=True)
+        for task, scales, grid, values in layers:
+            statistics = task.statistics
+            gram = None if statistics is None or statistics.products is None else statistics.gram
+            loss = relative_loss(task.weight.float(), grid.meaning(values), gram)
+            found[task.name] = LayerResult(scales.record(values), method, loss)
+        return found
+
+    def _parted(self, numbers: Tensor) -> list[Tensor]:
+        """Numbers of all layers -> those of each, [N, K]."""
+        parts = numbers.split([height * width for height, width in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def _scaled(self, numbers: Tensor) -> Tensor:
+        """Numbers times the factors of their scales."""
+        if len(self.tasks) == 1:
+            factor = self.factor.view_as(self.scales[0].scale)
+            return numbers * self.scales[0].spread(factor, self.shapes[0]).reshape(-1)
+        return (numbers.view(len(self.factor), -1) * self.factor[:, None]).flatten()
+
+    def _gathered(self, numbers: Tensor) -> Tensor:
+        """The sum of numbers under each scale."""
+        if len(self.tasks) == 1:
+            return self.scales[0].gathered(numbers.view(self.shapes[0])).flatten()
+        return numbers.view(len(self.factor), -1).sum(dim=1)
 
 
-def _distance(block: BlockTask, weights: Mapping[str, Tensor]) -> float:
-    """Mean over all batches."""
-    with torch.no_grad():
-        errors = [_relative_error(block.output(weights, index), block.target(index)) for index in range(block.batches)]
-    return float(torch.stack(errors).mean())
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _relative_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean over tokens of |output - target|^2 / |target|^2."""
-    size = target.float().square().sum(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((output.float() - target.float()).square().sum(dim=-1) / size).mean()
+class _RelativeError:
+    """Mean over tokens of |output - target|^2 / |target|^2, `output` being the block's for some weights."""
+
+    def __init__(self, block: BlockTask) -> None:
+        self._block = block
+        tiny = torch.finfo(torch.float32).tiny
+        sizes = [block.target(index).float().square().sum(dim=-1) for index in range(block.batches)]
+        self._shares = [1 / size.clamp(min=tiny) / size.numel() for size in sizes]
+
+    def of(self, weights: Mapping[str, Tensor], index: int) -> Tensor:
+        """On one batch."""
+        difference = self._block.output(weights, index).float() - self._block.target(index).float()
+        return (difference.square().sum(dim=-1) * self._shares[index]).sum()
+
+    def mean(self, weights: Mapping[str, Tensor]) -> float:
+        """Over all batches, of all processes."""
+        with torch.no_grad():
+            errors = torch.stack([self.of(weights, index) for index in range(self._block.batches)])
+        counted = torch.stack([errors.sum(), torch.full_like(errors[0], len(errors))])
+        self._block.total(counted)
+        return float(counted[0] / counted[1])

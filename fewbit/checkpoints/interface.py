@@ -86,6 +86,9 @@ class CheckpointFormat(ABC):
     widens: ClassVar[bool] = False
     """Whether it has so few kinds of integers that conversions carry others over as wider ones."""
 
+    writes_order: ClassVar[bool] = False
+    """Whether it states which group each input feature belongs to (act-order)."""
+
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
 

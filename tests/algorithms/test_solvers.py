@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fewbit.algorithms import native
 from fewbit.algorithms.curvature import curvature, output_loss
 from fewbit.algorithms.descent import compensate, descend
 from fewbit.algorithms.gptq import Gptq
 from fewbit.algorithms.grid import Grid, Scales
+from fewbit.algorithms.panels import in_torch, solve_panel
 from fewbit.algorithms.scale_fit import fit_scales
 from fewbit.algorithms.scale_search import search_scales
 from fewbit.algorithms.statistics import InputStatistics
@@ -60,7 +62,7 @@ def test_gptq_is_its_formula(scheme: str) -> None:
     found = curvature(statistics().gram, 0.01)
     assert found.factor is not None and not found.note
     grid = plain_scales(scheme).grid((OUTPUTS, FEATURES))
-    columns = grid.transposed(torch.arange(FEATURES))
+    columns = plain_scales(scheme).columns((OUTPUTS, FEATURES), torch.arange(FEATURES))
     fast = columns.meaning(compensate(weight().float().T.contiguous(), found.factor, columns)).T
     slow = slow_gptq(weight(), found.matrix, grid)
     assert (fast.double() - slow).abs().gt(1e-6).float().mean() < 0.01
@@ -68,10 +70,42 @@ def test_gptq_is_its_formula(scheme: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
+@pytest.mark.parametrize("element", ["int4", "int2", "e2m1", "e4m3"])
+@pytest.mark.parametrize("rows", [5, 16, 43])
+@pytest.mark.parametrize("extra", ["", "zero", "drift", "held"])
+def test_the_compiled_panel_is_the_loop_in_torch(element: str, rows: int, extra: str) -> None:
+    if not native.takes():
+        pytest.skip("fewbit was built without its compiled solvers")
+    draw = torch.Generator().manual_seed(rows)
+    numbers = torch.randn(30, rows, generator=draw)
+    square = torch.randn(30, 30, generator=draw).mul_(0.1).triu(1)
+    zero = torch.randint(-1, 2, (30, rows), generator=draw).float() if extra == "zero" else None
+    grid = Grid(Element.parse(element), torch.rand(30, rows, generator=draw) + 0.1, zero)
+    drift = square.flip(0, 1).T.contiguous() if extra == "drift" else None
+    held = numbers.roll(1, 0) if extra == "held" else None
+    arguments = (numbers, square + torch.eye(30) * 0.7, grid, drift, held)
+    compiled, plain = solve_panel(*arguments), in_torch(*arguments)
+    assert (compiled[0] == plain[0]).float().mean() > 0.99
+    assert torch.allclose(compiled[1], plain[1], atol=1e-4) or (compiled[0] != plain[0]).any()
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W2A16_ASYM", "NVFP4A16", "MXFP4A16", "FP8"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled_scale_errors_are_those_in_torch(scheme: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.takes():
+        pytest.skip("fewbit was built without its compiled solvers")
+    gram = statistics().gram if weighted else None
+    compiled = search_scales(task(KEYS[scheme]), gram)
+    monkeypatch.setattr(native, "takes", lambda *_: False)
+    plain = search_scales(task(KEYS[scheme]), gram)
+    same = compiled.scale.view(torch.uint8) == plain.scale.view(torch.uint8)
+    assert same.float().mean() > 0.98
+
+
 @pytest.mark.parametrize("scheme", ["W4A16", "W2A16_ASYM", "NVFP4A16", "FP8"])
 def test_coordinate_descent_never_raises_the_error_and_ends(scheme: str) -> None:
     matrix = curvature(statistics().gram, 0.01).matrix
-    columns = plain_scales(scheme).grid((OUTPUTS, FEATURES)).transposed(torch.arange(FEATURES))
+    columns = plain_scales(scheme).columns((OUTPUTS, FEATURES), torch.arange(FEATURES))
     target = weight().float().T.contiguous()
     values = columns.rounded(target)[0]
     losses = []

@@ -14,6 +14,12 @@ from transformers import AutoTokenizer
 from fewbit.checkpoints.registry import opener_of
 from fewbit.errors import ModelError
 
+CHARACTERS = 8
+"""Of a text that is read for each token that is wanted, at first; English has 4 to 5 a token."""
+
+MARGIN = 64
+"""Tokens before a cut of the text that the cut might have changed."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -77,8 +83,18 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
     Raises:
         ModelError: the text is too short for a single window.
     """
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    ids = _first_ids(tokenizer, text, length * count)
     available = min(count, len(ids) // length)
     if available == 0:
         raise ModelError(f"The text has {len(ids)} tokens, a window needs {length}.", "Give a longer text.")
     return ids[: available * length].reshape(available, length)
+
+
+def _first_ids(tokenizer: Any, text: str, count: int) -> Tensor:
+    """The first `count` token ids of a text and maybe more, int64; of a long text no more is read than that takes."""
+    cut = text.rfind("\n", 0, CHARACTERS * count)
+    for part in (text[: max(cut, 0)], text):
+        ids: Tensor = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        if len(ids) >= count + MARGIN:
+            break
+    return ids.long()
