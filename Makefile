@@ -58,8 +58,8 @@ test-asan: $(VENV)/dev.stamp
 	cmake -S csrc/cpu -B build/asan -DFEWBIT_SANITIZE=ON
 	cmake --build build/asan --parallel
 	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(TEST_ENV) \
-		$(BIN)/python -m pytest --cpu-library build/asan/_cpu.so \
-		tests/kernels/test_native.py tests/kernels/test_moe.py tests/runtime/test_decode_step.py
+		$(BIN)/python -m pytest --cpu-libraries build/asan \
+		tests/algorithms/test_solvers.py tests/kernels/test_native.py tests/kernels/test_moe.py tests/runtime/test_decode_step.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
