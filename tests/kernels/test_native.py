@@ -230,7 +230,7 @@ assert len(names) == 1, names
 @needs_extension
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="This system does not list what a process has mapped.")
 def test_threads_are_those_of_the_one_runtime_that_torch_has_loaded(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--cpu-library"):
+    if request.config.getoption("--cpu-libraries"):
         pytest.skip("This test starts a process that loads the installed library.")
     subprocess.run([sys.executable, "-c", ONE_RUNTIME], check=True, cwd=Path(__file__).parents[2])
 
