@@ -105,7 +105,7 @@ def _finish(run: Run, work: WorkFolder, source: Path, max_shard_bytes: int) -> d
     run.quantize(work)
     with work.staged() as staging:
         units = list(run.units.values())
-        written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
+        written, facts = write_output(plan, run.folder.source, units, work, staging, max_shard_bytes)
         write_config(source, staging, run.config(), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = report_of(plan, recipe, facts, run.kept(), written)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
-from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.registry import formats, writable
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, OutputError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
@@ -224,7 +224,9 @@ def written_format(name: str) -> CheckpointFormat:
     if not found.in_safetensors:
         raise SchemeError(
             f"{name} is no format for a folder of safetensors, which is what quantize writes.",
-            closest("", [known for known, other in formats().items() if other.in_safetensors]),
+            f"Quantize to another format, then fewbit convert --to {name}."
+            if name in writable()
+            else closest("", [known for known, other in formats().items() if other.in_safetensors]),
         )
     return found
 
