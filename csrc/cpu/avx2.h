@@ -15,10 +15,12 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr int kFloatTile = 6;  // tokens at a time: 2 x 6 sums, 2 weights and an input fill the registers
   static constexpr int kIntegerTile = 4;
+  static constexpr int kPanelTile = 6;
 
   static Words load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
+  static void store_words(void* to, Words value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
   static Floats zero() { return _mm256_setzero_ps(); }
   static Words zero_words() { return _mm256_setzero_si256(); }
   static Floats broadcast(const float* from) { return _mm256_broadcast_ss(from); }
@@ -79,6 +81,12 @@ struct Avx2 {
   // Sums of two products of unsigned by signed bytes in each half-word; the caller keeps them below 2**15.
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm256_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm256_add_epi16(a, b); }
+  static Words subtract_halves(Words a, Words b) { return _mm256_sub_epi16(a, b); }
+  // Each word as 16 bits.
+  static void store_narrow(int16_t* to, Words value) {
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(value, value), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(halves));
+  }
 
   static Floats from_bf16(const void* from) {
     return as_floats(left<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)))));

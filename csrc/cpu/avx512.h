@@ -14,10 +14,12 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kFloatTile = 8;
   static constexpr int kIntegerTile = 8;
+  static constexpr int kPanelTile = 12;
 
   static Words load(const void* from) { return _mm512_loadu_si512(from); }
   static Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
   static void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  static void store_words(void* to, Words value) { _mm512_storeu_si512(to, value); }
   static Floats zero() { return _mm512_setzero_ps(); }
   static Words zero_words() { return _mm512_setzero_si512(); }
   static Floats broadcast(const float* from) { return _mm512_set1_ps(*from); }
@@ -67,6 +69,10 @@ struct Avx512 {
   static Words pair_products(Words a, Words b) { return _mm512_madd_epi16(a, b); }
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm512_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm512_add_epi16(a, b); }
+  static Words subtract_halves(Words a, Words b) { return _mm512_sub_epi16(a, b); }
+  static void store_narrow(int16_t* to, Words value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(value));
+  }
 
   static Floats from_bf16(const void* from) {
     return as_floats(left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)))));

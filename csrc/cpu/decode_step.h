@@ -2,12 +2,9 @@
 // itself rather than waited for.
 #pragma once
 
-#include <atomic>
-#include <new>
-
 #include "attention.h"
 #include "decoder.h"
-#include "threads.h"
+#include "prompt.h"
 
 namespace fewbit {
 namespace {
@@ -16,7 +13,6 @@ namespace {
 struct SharedRows {
   char *query, *key, *value, *output, *gate, *up, *product, *down;
   float* parts;  // [threads][heads][part_size]
-  std::atomic<bool> lacks_memory{false};
 
   SharedRows(const Decoder& decoder, int64_t threads) {
     const int64_t queries = decoder.heads * decoder.head_dim, keys = decoder.key_heads * decoder.head_dim;
@@ -36,9 +32,8 @@ struct SharedRows {
 template <class Vector>
 class ThreadStep {
  public:
-  ThreadStep(const Decoder& decoder, const Step& step, const Kernels& kernels, SharedRows& shared, int thread,
-             int count)
-      : decoder_(decoder), step_(step), kernels_(kernels), shared_(shared), thread_(thread), count_(count),
+  ThreadStep(const Decoder& decoder, const Step& step, const Kernels& kernels, SharedRows& shared, Team& team)
+      : decoder_(decoder), step_(step), kernels_(kernels), shared_(shared), team_(team),
         dtype_(static_cast<Dtype>(decoder.dtype)), width_(bytes_of(dtype_)),
         queries_size_(decoder.heads * decoder.head_dim) {
     const int64_t widest = decoder.hidden > queries_size_ ? decoder.hidden : queries_size_;
@@ -54,15 +49,15 @@ class ThreadStep {
     for (int64_t i = 0; i < decoder_.block_count; ++i) {
       const DecoderBlock& block = decoder_.blocks[i];
       project(block);
-      wait_for_all(count_);
+      team_.wait();
       attend_own_positions(block, i);
-      wait_for_all(count_);
+      team_.wait();
       join_heads(block);
-      wait_for_all(count_);
+      team_.wait();
       gate_and_up(block);
-      wait_for_all(count_);
+      team_.wait();
       multiply({{&block.down, shared_.product, shared_.down}});
-      wait_for_all(count_);
+      team_.wait();
       add_rows<Vector>(stream_, shared_.down, stream_, decoder_.hidden, dtype_);
     }
     norm(stream_, decoder_.final_norm, row_, decoder_.hidden);
@@ -76,22 +71,19 @@ class ThreadStep {
     void* y;
   };
 
-  Job job(const Product& product) const { return job_of(*product.layer, product.x, product.y, 1, dtype_, 1); }
+  Job job(const Product& product) const { return job_of(*product.layer, product.x, product.y, 1, dtype_); }
 
   void run_own(const Product& product, Range blocks) {
     if (blocks.begin >= blocks.end) return;
-    try {
-      run_blocks(kernels_, *product.layer, job(product), blocks);
-    } catch (const std::bad_alloc&) {  // the others wait for this thread: it goes on, and the call reports it
-      shared_.lacks_memory = true;
-    }
+    Team alone = team_.alone();
+    run_layer(kernels_, *product.layer, job(product), alone, blocks);
   }
 
   // Layers whose blocks are divided among the threads as if they were one layer's.
   void multiply(std::initializer_list<Product> products) {
     int64_t total = 0, first = 0;
     for (const Product& product : products) total += job(product).weight.blocks();
-    const Range mine = share(total, thread_, count_);
+    const Range mine = share(total, team_.thread, team_.count);
     for (const Product& product : products) {
       const int64_t size = job(product).weight.blocks();
       const int64_t begin = mine.begin - first, end = mine.end - first;
@@ -120,16 +112,16 @@ class ThreadStep {
 
   void attend_own_positions(const DecoderBlock& block, int64_t index) {
     const int64_t size = decoder_.head_dim, bytes = size * width_, group = decoder_.heads / decoder_.key_heads;
-    const Range positions = share(step_.position + 1, thread_, count_);
+    const Range positions = share(step_.position + 1, team_.thread, team_.count);
     for (int64_t i = 0; i < decoder_.heads; ++i) {
       place_head(shared_.query + i * bytes, block.query_norm, row_);
       row_to_floats<Vector>(row_, dtype_, size, queries_ + i * size);
     }
-    float* parts = shared_.parts + thread_ * decoder_.heads * part_size(size);
+    float* parts = shared_.parts + team_.thread * decoder_.heads * part_size(size);
     for (int64_t i = 0; i < decoder_.key_heads; ++i) {
       const int64_t at = (index * decoder_.key_heads + i) * step_.capacity * bytes;
       char *keys = static_cast<char*>(step_.keys) + at, *values = static_cast<char*>(step_.values) + at;
-      if (thread_ == count_ - 1) {  // the last position is this thread's
+      if (team_.thread == team_.count - 1) {  // the last position is this thread's
         place_head(shared_.key + i * bytes, block.key_norm, keys + step_.position * bytes);
         std::memcpy(values + step_.position * bytes, shared_.value + i * bytes, static_cast<size_t>(bytes));
       }
@@ -141,7 +133,7 @@ class ThreadStep {
   void join_heads(const DecoderBlock& block) {
     const int64_t size = part_size(decoder_.head_dim);
     for (int64_t i = 0; i < decoder_.heads; ++i) {
-      join_parts<Vector>(shared_.parts + i * size, decoder_.heads * size, count_, decoder_.head_dim, head_,
+      join_parts<Vector>(shared_.parts + i * size, decoder_.heads * size, team_.count, decoder_.head_dim, head_,
                          row_ + i * decoder_.head_dim * width_, dtype_);
     }
     multiply({{&block.output, row_, shared_.output}});
@@ -151,7 +143,7 @@ class ThreadStep {
   void gate_and_up(const DecoderBlock& block) {
     add_rows<Vector>(stream_, shared_.output, stream_, decoder_.hidden, dtype_);
     norm(stream_, block.mlp_norm, row_, decoder_.hidden);
-    const Range blocks = share((decoder_.intermediate + kBlockRows - 1) / kBlockRows, thread_, count_);
+    const Range blocks = share((decoder_.intermediate + kBlockRows - 1) / kBlockRows, team_.thread, team_.count);
     run_own({&block.gate, row_, shared_.gate}, blocks);
     run_own({&block.up, row_, shared_.up}, blocks);
     const int64_t first = blocks.begin * kBlockRows, last = blocks.end * kBlockRows;
@@ -164,7 +156,7 @@ class ThreadStep {
   const Step& step_;
   const Kernels& kernels_;
   SharedRows& shared_;
-  const int thread_, count_;
+  Team& team_;
   const Dtype dtype_;
   const int64_t width_, queries_size_;
   char *stream_, *row_;      // the residual stream; the input of a layer
@@ -172,12 +164,15 @@ class ThreadStep {
 };
 
 template <class Vector>
-void decode(const Decoder& decoder, const Step& step, const Kernels& kernels) {
+void decode_one(const Decoder& decoder, const Step& step, const Kernels& kernels) {
   SharedRows shared(decoder, step.threads);
-  parallel_for_thread(static_cast<int>(step.threads), [&](int thread, int count) {
-    ThreadStep<Vector>(decoder, step, kernels, shared, thread, count).run();
-  });
-  if (shared.lacks_memory) throw std::bad_alloc();
+  parallel_for_team(static_cast<int>(step.threads),
+                    [&](Team& team) { ThreadStep<Vector>(decoder, step, kernels, shared, team).run(); });
+}
+
+template <class Vector>
+void decode(const Decoder& decoder, const Step& step, const Kernels& kernels) {
+  step.tokens == 1 ? decode_one<Vector>(decoder, step, kernels) : read_prompt<Vector>(decoder, step, kernels);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A decoder of gated blocks as Python describes it, every member eight bytes, and one token's step through it.
+// A decoder of gated blocks as Python describes it, every member eight bytes, and a step of some tokens through it.
 #pragma once
 
 #include "prepared.h"
@@ -23,12 +23,13 @@ struct Decoder {
   double epsilon, attention_scale;
 };
 
+// The tokens of one text that follow `position` others.
 struct Step {
-  const void* x;                  // [hidden], the token's embedding
-  void* logits;                   // [vocabulary]
-  void *keys, *values;            // [block_count][key_heads][capacity][head_dim]; `position` rows are there already
-  const float *cosines, *sines;   // [head_dim / 2] of this position, rounded to the dtype
-  int64_t capacity, position, threads;
+  const void* x;                 // [tokens][hidden], the tokens' embeddings
+  void* logits;                  // [vocabulary], after the last of them
+  void *keys, *values;           // [block_count][key_heads][capacity][head_dim]; `position` rows are there already
+  const float *cosines, *sines;  // [tokens][head_dim / 2] from `position` on, rounded to the dtype
+  int64_t capacity, position, tokens, threads;
 };
 
 }  // namespace fewbit

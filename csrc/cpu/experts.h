@@ -4,9 +4,6 @@
 // blocks are divided among the threads by their work, with two waits in between.
 #pragma once
 
-#include <atomic>
-#include <new>
-
 #include "prepared.h"
 #include "rows.h"
 #include "threads.h"
@@ -52,7 +49,6 @@ namespace {
 struct SortedRows {
   int64_t *starts, *source, *place;  // [count + 1]; [rows]: token; [tokens * per_token]: row, or -1
   char *x, *gate, *up, *product, *down;
-  std::atomic<bool> lacks_memory{false};
 
   SortedRows(const Experts& experts, const Routing& routing) {
     const int64_t all = routing.tokens * routing.per_token;
@@ -90,20 +86,19 @@ struct SortedRows {
 template <class Vector>
 class ThreadExperts {
  public:
-  ThreadExperts(const Experts& experts, const Routing& routing, const Kernels& kernels, SortedRows& rows, int thread,
-                int count)
-      : experts_(experts), routing_(routing), kernels_(kernels), rows_(rows), thread_(thread), count_(count),
+  ThreadExperts(const Experts& experts, const Routing& routing, const Kernels& kernels, SortedRows& rows, Team& team)
+      : experts_(experts), routing_(routing), kernels_(kernels), rows_(rows), team_(team),
         dtype_(static_cast<Dtype>(experts.dtype)), width_(bytes_of(dtype_)) {}
 
   void run() {
     gather();
-    wait_for_all(count_);
+    team_.wait();
     each_share(experts_.intermediate, [&](int64_t expert, Range blocks) { gate_and_up(expert, blocks); });
-    wait_for_all(count_);
+    team_.wait();
     each_share(experts_.hidden, [&](int64_t expert, Range blocks) {
       run_own(experts_.down, expert, rows_.product, experts_.intermediate, rows_.down, experts_.hidden, blocks);
     });
-    wait_for_all(count_);
+    team_.wait();
     add_up();
   }
 
@@ -111,7 +106,7 @@ class ThreadExperts {
   int64_t rows_of(int64_t expert) const { return rows_.starts[expert + 1] - rows_.starts[expert]; }
 
   void gather() {
-    const Range mine = share(rows_.starts[experts_.count], thread_, count_);
+    const Range mine = share(rows_.starts[experts_.count], team_.thread, team_.count);
     const int64_t bytes = experts_.hidden * width_;
     for (int64_t row = mine.begin; row < mine.end; ++row) {
       std::memcpy(rows_.x + row * bytes, static_cast<const char*>(routing_.x) + rows_.source[row] * bytes,
@@ -123,7 +118,7 @@ class ThreadExperts {
   template <class Visit>
   void each_share(int64_t features, Visit&& visit) {
     const int64_t blocks = (features + kBlockRows - 1) / kBlockRows;
-    const Range mine = share(rows_.starts[experts_.count] * blocks, thread_, count_);
+    const Range mine = share(rows_.starts[experts_.count] * blocks, team_.thread, team_.count);
     for (int64_t expert = 0; expert < experts_.count; ++expert) {
       const int64_t rows = rows_of(expert), first = rows_.starts[expert] * blocks;
       if (rows == 0) continue;
@@ -140,13 +135,10 @@ class ThreadExperts {
                Range blocks) {
     const LinearLayer layer = one_expert(stack, expert);
     const int64_t first = rows_.starts[expert];
-    try {
-      run_blocks(kernels_, layer,
-                 job_of(layer, x + first * columns * width_, y + first * features * width_, rows_of(expert), dtype_, 1),
-                 blocks);
-    } catch (const std::bad_alloc&) {  // the others wait for this thread: it goes on, and the call reports it
-      rows_.lacks_memory = true;
-    }
+    Team alone = team_.alone();
+    run_layer(kernels_, layer,
+              job_of(layer, x + first * columns * width_, y + first * features * width_, rows_of(expert), dtype_),
+              alone, blocks);
   }
 
   void gate_and_up(int64_t expert, Range blocks) {
@@ -162,7 +154,7 @@ class ThreadExperts {
 
   // Each token's rows, weighted, in the order in which its experts were chosen, in float32.
   void add_up() {
-    const Range mine = share(routing_.tokens, thread_, count_);
+    const Range mine = share(routing_.tokens, team_.thread, team_.count);
     for (int64_t token = mine.begin; token < mine.end; ++token) {
       char* to = static_cast<char*>(routing_.y) + token * experts_.hidden * width_;
       for (int64_t i = 0; i < experts_.hidden; i += Vector::kLanes) {
@@ -183,7 +175,7 @@ class ThreadExperts {
   const Routing& routing_;
   const Kernels& kernels_;
   SortedRows& rows_;
-  const int thread_, count_;
+  Team& team_;
   const Dtype dtype_;
   const int64_t width_;
 };
@@ -191,10 +183,8 @@ class ThreadExperts {
 template <class Vector>
 void experts(const Experts& given, const Routing& routing, const Kernels& kernels) {
   SortedRows rows(given, routing);
-  parallel_for_thread(static_cast<int>(routing.threads), [&](int thread, int count) {
-    ThreadExperts<Vector>(given, routing, kernels, rows, thread, count).run();
-  });
-  if (rows.lacks_memory) throw std::bad_alloc();
+  parallel_for_team(static_cast<int>(routing.threads),
+                    [&](Team& team) { ThreadExperts<Vector>(given, routing, kernels, rows, team).run(); });
 }
 
 }  // namespace

@@ -26,18 +26,45 @@ inline float scale_for(float largest, const Rounding& rounding) {
   return scale > FLT_MIN ? scale : FLT_MIN;
 }
 
-// Codes of a row, in place of its numbers: round(number / scale) within the range.
+// The scale of all tokens, 0 where each has its own.
 template <class Vector>
-void round_row(const float* row, int64_t count, float scale, const Rounding& rounding, int8_t* codes) {
+float common_scale(const Job& job, const Rounding& rounding) {
+  if (rounding.stored_scale) return *rounding.stored_scale;
+  if (rounding.per_token) return 0;
+  float* row = static_cast<float*>(scratch(Scratch::kRow, whole_vectors(job.weight.columns) * 4));
+  float largest = 0;
+  for (int64_t token = 0; token < job.tokens; ++token) {
+    row_to_floats<Vector>(token_row(job, token), job.dtype, job.weight.columns, row);
+    const float found = largest_of<Vector>(row, job.weight.columns);
+    largest = found > largest ? found : largest;
+  }
+  return scale_for(largest, rounding);
+}
+
+// store(index, codes) for each vector of a row's codes: round(number / scale) within the range.
+template <class Vector, class Store>
+FEWBIT_INLINE void round_row(const float* row, int64_t count, float scale, const Rounding& rounding, Store&& store) {
   const auto divisor = Vector::broadcast(scale);
   const auto low = Vector::broadcast(rounding.low), high = Vector::broadcast(rounding.high);
   for (int64_t i = 0; i < count; i += Vector::kLanes) {
     const auto quotient = Vector::round_to_even(Vector::divide(Vector::load_floats(row + i), divisor));
+    store(i, Vector::to_words(Vector::smaller(Vector::larger(quotient, low), high)));
+  }
+}
+
+template <class Vector>
+void round_to_bytes(const float* row, int64_t count, float scale, const Rounding& rounding, int8_t* codes) {
+  round_row<Vector>(row, count, scale, rounding, [&](int64_t i, auto code) FEWBIT_LAMBDA {
     int32_t words[Vector::kLanes];
-    const auto code = Vector::to_words(Vector::smaller(Vector::larger(quotient, low), high));
     std::memcpy(words, &code, sizeof words);
     for (int lane = 0; lane < Vector::kLanes; ++lane) codes[i + lane] = static_cast<int8_t>(words[lane]);
-  }
+  });
+}
+
+template <class Vector>
+void round_to_halves(const float* row, int64_t count, float scale, const Rounding& rounding, int16_t* codes) {
+  round_row<Vector>(row, count, scale, rounding,
+                    [&](int64_t i, auto code) FEWBIT_LAMBDA { Vector::store_narrow(codes + i, code); });
 }
 
 // One token of a tile. `codes` is the row's, `slots` room for the weight's slots, `inputs` [words][kInputWords][width],

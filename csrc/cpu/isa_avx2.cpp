@@ -5,9 +5,8 @@
 
 namespace fewbit {
 
-void linear_avx2(const Job& job) { linear<Avx2>(job); }
-void linear_blocks_avx2(const Job& job, Range blocks) { linear_blocks<Avx2>(job, blocks); }
-void dense_blocks_avx2(const Job& job, Range blocks) { dense_blocks<Avx2>(job, blocks); }
+void linear_avx2(const Job& job, Team& team, Range blocks) { linear<Avx2>(job, team, blocks); }
+void dense_avx2(const Job& job, Team& team, Range blocks) { dense<Avx2>(job, team, blocks); }
 void decode_avx2(const Decoder& decoder, const Step& step, const Kernels& kernels) {
   decode<Avx2>(decoder, step, kernels);
 }
@@ -15,12 +14,6 @@ void experts_avx2(const Experts& given, const Routing& routing, const Kernels& k
   experts<Avx2>(given, routing, kernels);
 }
 
-extern const Kernels kAvx2Kernels{linear_avx2,
-                                  linear_blocks_avx2,
-                                  integer_linear<Avx2>,
-                                  integer_linear_blocks<Avx2>,
-                                  dense_blocks_avx2,
-                                  decode_avx2,
-                                  experts_avx2};
+extern const Kernels kAvx2Kernels{linear_avx2, integer_linear<Avx2>, dense_avx2, decode_avx2, experts_avx2};
 
 }  // namespace fewbit

@@ -3,18 +3,11 @@
 
 namespace fewbit {
 
-void linear_avx2(const Job& job);
-void linear_blocks_avx2(const Job& job, Range blocks);
-void dense_blocks_avx2(const Job& job, Range blocks);
+void linear_avx2(const Job& job, Team& team, Range blocks);
+void dense_avx2(const Job& job, Team& team, Range blocks);
 void decode_avx2(const Decoder& decoder, const Step& step, const Kernels& kernels);
 void experts_avx2(const Experts& given, const Routing& routing, const Kernels& kernels);
 
-extern const Kernels kAvx2VnniKernels{linear_avx2,
-                                      linear_blocks_avx2,
-                                      integer_linear<Avx2Vnni>,
-                                      integer_linear_blocks<Avx2Vnni>,
-                                      dense_blocks_avx2,
-                                      decode_avx2,
-                                      experts_avx2};
+extern const Kernels kAvx2VnniKernels{linear_avx2, integer_linear<Avx2Vnni>, dense_avx2, decode_avx2, experts_avx2};
 
 }  // namespace fewbit

@@ -5,9 +5,8 @@
 
 namespace fewbit {
 
-void linear_avx512(const Job& job) { linear<Avx512>(job); }
-void linear_blocks_avx512(const Job& job, Range blocks) { linear_blocks<Avx512>(job, blocks); }
-void dense_blocks_avx512(const Job& job, Range blocks) { dense_blocks<Avx512>(job, blocks); }
+void linear_avx512(const Job& job, Team& team, Range blocks) { linear<Avx512>(job, team, blocks); }
+void dense_avx512(const Job& job, Team& team, Range blocks) { dense<Avx512>(job, team, blocks); }
 void decode_avx512(const Decoder& decoder, const Step& step, const Kernels& kernels) {
   decode<Avx512>(decoder, step, kernels);
 }
@@ -15,12 +14,6 @@ void experts_avx512(const Experts& given, const Routing& routing, const Kernels&
   experts<Avx512>(given, routing, kernels);
 }
 
-extern const Kernels kAvx512Kernels{linear_avx512,
-                                  linear_blocks_avx512,
-                                  integer_linear<Avx512>,
-                                  integer_linear_blocks<Avx512>,
-                                  dense_blocks_avx512,
-                                  decode_avx512,
-                                  experts_avx512};
+extern const Kernels kAvx512Kernels{linear_avx512, integer_linear<Avx512>, dense_avx512, decode_avx512, experts_avx512};
 
 }  // namespace fewbit

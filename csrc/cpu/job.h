@@ -60,7 +60,6 @@ struct Job {
   void* y;           // [M, N]
   int64_t tokens;    // M
   Dtype dtype;       // of x, bias and y
-  int32_t threads;
 };
 
 // How activations become integers: one scale for each token, one for all of them, or one that is stored.
@@ -74,20 +73,19 @@ struct Decoder;
 struct Step;
 struct Experts;
 struct Routing;
+class Team;
 
 // Consecutive items, blocks of output features for one.
 struct Range {
   int64_t begin, end;
 };
 
-// The functions of one instruction set. Those named `blocks` compute some of the output features, on the calling thread
-// alone.
+// The functions of one instruction set. Those of a layer compute some of its blocks of output features; the threads of a
+// team call them together, each for blocks of its own.
 struct Kernels {
-  void (*linear)(const Job&);
-  void (*linear_blocks)(const Job&, Range);
-  void (*integer_linear)(const Job&, const Rounding&);
-  void (*integer_linear_blocks)(const Job&, const Rounding&, Range);
-  void (*dense_blocks)(const Job&, Range);
+  void (*linear)(const Job&, Team&, Range);
+  void (*integer_linear)(const Job&, const Rounding&, Team&, Range);
+  void (*dense)(const Job&, Team&, Range);
   void (*decode)(const Decoder&, const Step&, const Kernels&);
   void (*experts)(const Experts&, const Routing&, const Kernels&);
 };

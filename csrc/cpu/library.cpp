@@ -61,7 +61,7 @@ int32_t guarded(int32_t instruction_set, Run&& run) {
 #define FEWBIT_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature, the layout of a prepared weight or the meaning of a number changes.
-FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 2; }
+FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 3; }
 
 // Name of the instruction set of that number, null past the last.
 FEWBIT_EXPORT const char* fewbit_cpu_name(int32_t number) {
@@ -84,7 +84,7 @@ FEWBIT_EXPORT int32_t fewbit_cpu_linear(const int64_t* shape, const void* words,
   const fewbit::LinearLayer layer{fewbit::Arithmetic::kWeightOnly, shape, words, scales, zeros, minima, features, bias,
                                   nullptr, 0, 0, 0};
   return fewbit::guarded(instruction_set, [&](const fewbit::Kernels& kernels) {
-    kernels.linear(job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype), threads));
+    run_layer(kernels, layer, job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype)), threads);
   });
 }
 
@@ -97,12 +97,11 @@ FEWBIT_EXPORT int32_t fewbit_cpu_integer_linear(const int64_t* shape, const void
   const fewbit::LinearLayer layer{fewbit::Arithmetic::kInteger, shape, words, scales, zeros, nullptr, features, bias,
                                   stored_scale, per_token, low, high};
   return fewbit::guarded(instruction_set, [&](const fewbit::Kernels& kernels) {
-    kernels.integer_linear(job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype), threads),
-                           rounding_of(layer));
+    run_layer(kernels, layer, job_of(layer, x, y, tokens, static_cast<fewbit::Dtype>(dtype)), threads);
   });
 }
 
-// One token through a whole decoder: its logits, and its keys and values into the cache.
+// Tokens through a whole decoder: the logits after the last, and their keys and values into the cache.
 FEWBIT_EXPORT int32_t fewbit_cpu_decode(const fewbit::Decoder* decoder, const fewbit::Step* step,
                                         int32_t instruction_set) {
   return fewbit::guarded(instruction_set,

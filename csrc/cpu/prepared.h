@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "job.h"
+#include "team.h"
 
 namespace fewbit {
 
@@ -39,6 +40,7 @@ inline Weight weight_of(const LinearLayer& layer) {
   weight.words = static_cast<const uint32_t*>(layer.words);
   weight.rows = layer.shape[kRows];
   weight.columns = layer.shape[kColumns];
+  weight.factor = 1;
   if (layer.arithmetic == Arithmetic::kDense) return weight;
   weight.scales = layer.scales;
   weight.zeros = static_cast<const uint8_t*>(layer.zeros);
@@ -58,20 +60,29 @@ inline Rounding rounding_of(const LinearLayer& layer) {
   return {layer.stored_scale, layer.per_token != 0, static_cast<float>(layer.low), static_cast<float>(layer.high)};
 }
 
-inline Job job_of(const LinearLayer& layer, const void* x, void* y, int64_t tokens, Dtype dtype, int32_t threads) {
-  return {weight_of(layer), x, layer.bias, y, tokens, dtype, threads};
+inline Job job_of(const LinearLayer& layer, const void* x, void* y, int64_t tokens, Dtype dtype) {
+  return {weight_of(layer), x, layer.bias, y, tokens, dtype};
 }
 
-// Some blocks of output features of a layer, by the calling thread alone.
-inline void run_blocks(const Kernels& kernels, const LinearLayer& layer, const Job& job, Range blocks) {
+// Some blocks of output features of a layer, as a thread of the team.
+inline void run_layer(const Kernels& kernels, const LinearLayer& layer, const Job& job, Team& team, Range blocks) {
   switch (layer.arithmetic) {
     case Arithmetic::kDense:
-      return kernels.dense_blocks(job, blocks);
+      return kernels.dense(job, team, blocks);
     case Arithmetic::kWeightOnly:
-      return kernels.linear_blocks(job, blocks);
+      return kernels.linear(job, team, blocks);
     case Arithmetic::kInteger:
-      return kernels.integer_linear_blocks(job, rounding_of(layer), blocks);
+      return kernels.integer_linear(job, rounding_of(layer), team, blocks);
   }
+}
+
+// All of a layer, by as many threads as are worth it.
+inline void run_layer(const Kernels& kernels, const LinearLayer& layer, const Job& job, int threads) {
+  constexpr int64_t kProductsPerThread = 1 << 17;  // below so many a second thread costs more than it brings
+  const int64_t useful = job.weight.blocks() * kBlockRows * job.weight.slots() * job.tokens / kProductsPerThread;
+  parallel_for_team(useful < threads ? static_cast<int>(useful) : threads, [&](Team& team) {
+    run_layer(kernels, layer, job, team, share(job.weight.blocks(), team.thread, team.count));
+  });
 }
 
 }  // namespace fewbit

@@ -26,7 +26,7 @@ inline Range share(int64_t items, int thread, int count) {
 void wait_for_all(int count);
 
 // What a thread keeps memory for between calls.
-enum class Scratch { kInputs, kRow, kOwn, kShared, kCount };
+enum class Scratch { kInputs, kRow, kPanel, kOwn, kShared, kCount };
 
 // 64-byte aligned memory of at least `bytes`, which the calling thread keeps for the purpose.
 void* scratch(Scratch purpose, int64_t bytes);

@@ -1,8 +1,9 @@
-"""A decoder's step for one token as one call of the compiled library: `csrc/cpu/decode_step.h`.
+"""A decoder's step for one token or for a prompt as one call of the compiled library: `csrc/cpu/decode_step.h` and
+`prompt.h`.
 
 Between linear layers the library rounds to the dtype of the activations where torch's modules do, so its logits are
-theirs up to the order of sums. Threads wait for one another four times a block; nothing is allocated and no Python runs
-between the embedding and the logits.
+theirs up to the order of sums. For one token threads wait for one another four times a block; nothing is allocated and
+no Python runs between the embedding and the logits.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class _Decoder(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "logits", "keys", "values", "cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("capacity", "position", "threads")),
+        *((name, ctypes.c_int64) for name in ("capacity", "position", "tokens", "threads")),
     )
 
 
@@ -170,24 +171,29 @@ class CompiledDecoder:
         return _Block(**{name: address(norm) for name, norm in norms.items()}, **layers)
 
     def step(self, x: Tensor, cosines: Tensor, sines: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits [vocabulary] of the next token; the cache is one longer afterwards.
+        """Logits [vocabulary] after T more tokens; the cache is as much longer afterwards.
 
         Args:
-            x: [hidden], the embedding of the token at position `cache.length`.
+            x: [T, hidden], the embeddings of the tokens from position `cache.length` on.
             cosines, sines: float32 [capacity, head_dim / 2], rounded to the dtype of the activations.
             cache: of the positions before.
 
         Raises:
-            RuntimeError: an operand is not what the decoder takes, or the cache is full.
+            RuntimeError: an operand is not what the decoder takes, or the cache has no room.
         """
-        table = (cache.capacity, self.sizes.head_dim // 2)
-        if x.dtype != self.sizes.dtype or x.shape != (self.sizes.hidden,) or not x.is_contiguous():
-            raise RuntimeError(f"a row [{self.sizes.hidden}] of {self.sizes.dtype} is needed, found {list(x.shape)}")
+        table, hidden = (cache.capacity, self.sizes.head_dim // 2), self.sizes.hidden
+        if x.dtype != self.sizes.dtype or x.dim() != 2 or x.shape[1] != hidden or not x.is_contiguous() or not len(x):
+            raise RuntimeError(
+                f"rows [T, {hidden}] of {self.sizes.dtype} are needed, found {list(x.shape)} of {x.dtype}"
+            )
         for angles in (cosines, sines):
             if angles.dtype != torch.float32 or angles.shape != table or not angles.is_contiguous():
                 raise RuntimeError(f"angles {list(table)} in float32 are needed, found {list(angles.shape)}")
-        if cache.length >= cache.capacity:
-            raise RuntimeError(f"the cache is full at {cache.capacity} positions")
+        if cache.length + len(x) > cache.capacity:
+            raise RuntimeError(
+                f"the cache has room for {cache.capacity} positions, {cache.length} are taken and {len(x)} more asked "
+                "for"
+            )
         logits = x.new_empty(self.sizes.vocabulary)
         angle = cache.length * cosines.stride(0) * cosines.itemsize
         step = _Step(
@@ -196,8 +202,9 @@ class CompiledDecoder:
             sines.data_ptr() + angle,
             cache.capacity,
             cache.length,
+            len(x),
             torch.get_num_threads(),
         )
         call_decode(ctypes.addressof(self._decoder), ctypes.addressof(step))
-        cache.length += 1
+        cache.length += len(x)
         return logits

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 """Of the C interface and of the layout of prepared weights."""
 
 PATH = Path(__file__).with_name("_cpu.so")

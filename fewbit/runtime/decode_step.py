@@ -1,4 +1,5 @@
-"""The decode step: one new token as one call of the compiled CPU kernels, for models whose arithmetic they know.
+"""The decode step: a prompt or one new token as one call of the compiled CPU kernels, for models whose arithmetic they
+know.
 
 `obstacles` says in words why a model, or a generation, takes transformers' own path instead.
 """
@@ -6,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,18 +141,9 @@ class DecodeStep:
         self.cache = KeyValueCache.empty(len(blocks), sizes, capacity)
         self._cosines, self._sines = _angles(decoder.get_submodule("rotary_emb"), capacity, sizes)
 
-    def take_prompt(self, output: Any) -> None:
-        """Copies the keys and values of one sequence that the model's own pass over the prompt left in its cache."""
-        cache = getattr(output, "cache", None) or output.past_key_values  # the name before transformers 5.24
-        for index, layer in enumerate(cache.layers):
-            length = layer.keys.shape[2]
-            self.cache.keys[index, :, :length] = layer.keys[0]
-            self.cache.values[index, :, :length] = layer.values[0]
-            self.cache.length = length
-
-    def __call__(self, token: Tensor) -> Tensor:
-        """Logits [vocabulary] after one more token, int64 [1]."""
-        return self._decoder.step(self._embed(token)[0], self._cosines, self._sines, self.cache)
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits [vocabulary] after some more tokens of the text, int64 [T]: its prompt, or the token chosen last."""
+        return self._decoder.step(self._embed(tokens), self._cosines, self._sines, self.cache)
 
 
 def _step_block(block: nn.Module) -> StepBlock:

@@ -112,12 +112,10 @@ def _reasons(model: PreTrainedModel, length: int) -> Iterator[str]:
 
 
 def _by_compiled_step(model: PreTrainedModel, inputs: Any, length: int, clock: _Clock) -> Tensor:
-    """New tokens, int64: the prompt through the model, the rest through the compiled step."""
+    """New tokens, int64, of a prompt that nothing masks."""
     step = DecodeStep(model, length)
     clock.put(inputs["input_ids"])
-    output = model(**inputs, use_cache=True, logits_to_keep=1)
-    step.take_prompt(output)
-    logits, ends, new = output.logits[0, -1], _end_tokens(model), []
+    logits, ends, new = step(inputs["input_ids"][0]), _end_tokens(model), []
     while True:
         new.append(logits.float().argmax(-1, keepdim=True))
         clock.put(new[-1])

@@ -71,17 +71,16 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, preference: Prefere
 
 
 def stepped(model: PreTrainedModel, tokens: Tensor, prompt: int = PROMPT) -> Tensor:
-    """Logits after each token of the text beyond the prompt, by the compiled step."""
+    """Logits after the prompt and after each token of the text beyond it, by the compiled step."""
     step = DecodeStep(model, len(tokens))
-    step.take_prompt(model(tokens[None, :prompt], use_cache=True))
-    return torch.stack([step(token[None]) for token in tokens[prompt:]])
+    return torch.stack([step(tokens[:prompt]), *(step(token[None]) for token in tokens[prompt:])])
 
 
 def assert_same_logits(
     model: PreTrainedModel, tokens: Tensor = TOKENS, prompt: int = PROMPT, tolerance: float | None = None
 ) -> None:
     assert not list(obstacles(model, len(tokens)))
-    found, wanted = stepped(model, tokens, prompt), model(tokens[None]).logits[0, prompt:]
+    found, wanted = stepped(model, tokens, prompt), model(tokens[None]).logits[0, prompt - 1 :]
     assert found.dtype == wanted.dtype
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
     assert error < (tolerance or TOLERANCE[wanted.dtype]), f"logits are off by {error:.2e}"
@@ -113,9 +112,30 @@ def test_any_number_of_heads_and_features(folder: Any, changes: dict[str, int], 
     assert_same_logits(loaded(folder("llama", **changes, **sizes)))
 
 
-def test_a_long_text_is_attended_to_whole(folder: Any) -> None:
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("scheme", [PLAIN, "W4A16", "W8A8"])
+def test_a_long_text_is_attended_to_whole(folder: Any, name: str, scheme: str) -> None:
+    """More tokens than are read, attended to, or multiplied at a time."""
     tokens = torch.randint(0, VOCABULARY, (600,))
-    assert_same_logits(loaded(folder()), tokens, prompt=595)
+    with native.forced(name):
+        assert_same_logits(loaded(folder("llama", scheme)), tokens, 595, ROUNDED if scheme == "W8A8" else None)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_prompt_may_come_in_pieces(folder: Any, threads: int) -> None:
+    """Each token's keys, values and logits are what they are whichever tokens are beside it."""
+    model, tokens = loaded(folder("qwen3")), torch.randint(0, VOCABULARY, (400,))
+    try:
+        torch.set_num_threads(threads)
+        whole, pieces = DecodeStep(model, len(tokens)), DecodeStep(model, len(tokens))
+        logits = whole(tokens)
+        for piece in tokens.split([1, 7, 30, 1, 261, 100]):
+            last = pieces(piece)
+    finally:
+        torch.set_num_threads(1)
+    for name in ("keys", "values"):
+        assert torch.allclose(getattr(whole.cache, name), getattr(pieces.cache, name), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(logits, last, rtol=1e-4, atol=1e-5)
 
 
 def answer(model: PreTrainedModel, **options: Any) -> Generated:
@@ -169,7 +189,10 @@ def test_other_kernels_and_settings_are_left_to_transformers(folder: Any) -> Non
 
 
 def test_wrong_operands_are_errors(folder: Any) -> None:
-    step = DecodeStep(loaded(folder()), 1)
-    step(torch.tensor([3]))
-    with pytest.raises(RuntimeError, match="the cache is full at 1 positions"):
+    step = DecodeStep(loaded(folder()), 2)
+    for tokens in (3, 0):
+        with pytest.raises(RuntimeError):
+            step(torch.zeros(tokens, dtype=torch.int64))
+    step(torch.tensor([3, 4]))
+    with pytest.raises(RuntimeError, match="the cache has room for 2 positions, 2 are taken and 1 more asked for"):
         step(torch.tensor([3]))

