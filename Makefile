@@ -33,11 +33,11 @@ test-model: $(VENV)/dev.stamp  # on SmolLM2-135M
 test-peer: $(VENV)/dev.stamp  # against stock transformers and compressed-tensors
 	$(PYTEST) -m peer
 
-test-originals:  # GPTQModel, AutoAWQ, HQQ and bitsandbytes read what fewbit writes, in an environment of their own
+test-originals:  # GPTQModel, AutoAWQ, HQQ, bitsandbytes and llama.cpp read what fewbit writes, in their own environment
 	$(MAKE) originals VENV=$(VENV)-originals
 
 originals: $(VENV)/originals.stamp
-	$(PYTEST) tests/peers/test_originals.py
+	$(PYTEST) tests/peers/test_originals.py tests/peers/test_llama_cpp.py
 
 test-quality: $(VENV)/dev.stamp  # half an hour: perplexity of SmolLM2 against published figures
 	$(PYTEST) -m quality
@@ -107,4 +107,5 @@ $(VENV)/originals.stamp: $(VENV)/dev.stamp
 	-$(PIP) --no-deps --no-build-isolation hqq==0.2.8.post1
 	-$(PIP) --no-deps --no-build-isolation autoawq==0.2.9
 	-$(PIP) --no-deps --no-build-isolation gptqmodel==7.7.0
+	-$(PIP) --no-deps xllamacpp==2026.10.11549
 	touch $@

@@ -1,6 +1,7 @@
 """Linear kernels on a GPU beside their rivals: device time inside a CUDA graph, over rotating weights, results checked.
 
     python benchmarks/kernels.py --scheme W4A16 --rivals DIR --output results.json
+    python benchmarks/kernels.py --key "int4:group128:bf16 * e4m3:token:f32:dynamic"
 
 A graph walks over enough copies of the weights to defeat the L2 cache; the figure is the median of the replays,
 divided by the copies. Every kernel of fewbit that takes the layer is timed beside `F.linear` in bf16 and beside the
@@ -52,9 +53,10 @@ def errors(request: LinearRequest, name: str, batches: list[int]) -> list[float]
     return found
 
 
-def measure(scheme: str, columns: int, rows: int, rows_of_x: list[int], rivals: Rivals) -> list[dict[str, Any]]:
-    """One line for each M of a layer [rows, columns]."""
-    key = preset(scheme).rules[0].key
+def measure(
+    scheme: str, key: LinearKey, columns: int, rows: int, rows_of_x: list[int], rivals: Rivals
+) -> list[dict[str, Any]]:
+    """One line for each M of a layer [rows, columns] under the key, which `scheme` is the name of."""
     static = key.activation is not None and not key.activation.is_dynamic
     request = LinearRequest(key, rows, columns, "bf16", has_input_scale=static)
     hardware = this_machine("cuda")
@@ -87,6 +89,7 @@ def measure(scheme: str, columns: int, rows: int, rows_of_x: list[int], rivals: 
 
 def main(
     scheme: Annotated[list[str] | None, typer.Option(help="Presets to time.")] = None,
+    key: Annotated[list[str] | None, typer.Option(help="Keys of layers to time, beside presets.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of x to time.")] = None,
     rivals: Annotated[Path | None, typer.Option(help="Folder of vLLM's compiled kernels, see rivals.py.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the lines as JSON here.")] = None,
@@ -97,9 +100,11 @@ def main(
     machine |= installed()
     print(json.dumps(machine))
     others, lines = Rivals(rivals), []
-    for name in scheme or ["W4A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC", "FP8"]:
+    presets = scheme or ([] if key else ["W4A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC", "FP8"])
+    asked = {name: preset(name).rules[0].key for name in presets} | {one: LinearKey.parse(one) for one in key or []}
+    for name, one in asked.items():
         for columns, out in LLAMA_3_8B:
-            for line in measure(name, columns, out, list(rows or ROWS), others):
+            for line in measure(name, one, columns, out, list(rows or ROWS), others):
                 lines.append(line)
                 times = ", ".join(f"{key[:-3]} {value:.1f}" for key, value in line.items() if key.endswith("_us"))
                 print(f"{name} K={columns} N={out} M={line['M']}: {times}", flush=True)

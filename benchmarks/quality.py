@@ -23,6 +23,7 @@ from rich.console import Console
 from fewbit.cli.demo import machine
 from fewbit.cli.output import quiet_libraries, table
 from fewbit.evaluation.divergence import divergence
+from fewbit.kernels.select import Preference
 from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.load import load
 from fewbit.models.quantization.calibration import load_tokenizer, token_windows
@@ -126,27 +127,32 @@ class Bench:
     activations: bool
 
 
+def scored(bench: Bench, folder: Path) -> tuple[Any, dict[str, float]]:
+    """A checkpoint loaded with its weights dequantized to float32 at each product, and its scores."""
+    loaded = load(folder, device=bench.device, dtype=torch.float32, preference=Preference("reference"))
+    if not bench.activations:
+        without_activation_keys(loaded)
+    found = divergence(loaded, bench.reference, bench.windows)
+    return loaded, {
+        "perplexity": found.perplexity, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement,
+        "reference_perplexity": found.reference_perplexity,
+    }  # fmt: skip
+
+
 def measure(bench: Bench, row: Row) -> dict[str, Any]:
     """Quantizes to a temporary folder, scores, removes it."""
-    from fewbit.kernels.select import Preference
-
     folder = Path(tempfile.mkdtemp()) / "quantized"
     try:
         started = time.monotonic()
         settings = {"effort": "fast"} | bench.calibration | row.settings
         report = quantize(bench.model, folder, row.scheme, device=bench.device, **settings)
         seconds = time.monotonic() - started
-        loaded = load(folder, device=bench.device, dtype=torch.float32, preference=Preference("reference"))
-        if not bench.activations:
-            without_activation_keys(loaded)
-        scored = divergence(loaded, bench.reference, bench.windows)
+        scores = scored(bench, folder)[1]
     finally:
         shutil.rmtree(folder.parent)
     return {
         "row": row.label, "bits_per_weight": report["bits_per_weight"], "budget": report["budget"],
-        "quantize_seconds": round(seconds, 1),
-        "perplexity": scored.perplexity, "mean_kl": scored.mean_kl, "top1_agreement": scored.top1_agreement,
-        "reference_perplexity": scored.reference_perplexity,
+        "quantize_seconds": round(seconds, 1), **scores,
     }  # fmt: skip
 
 

@@ -21,10 +21,14 @@ Call = Callable[[], object]
 GROUP = 128
 BF16 = torch.bfloat16
 
-HUMMING = {
+HUMMING: dict[str, tuple[dict[str, Any], str]] = {
     "W4A16": ({"dtype": "int4", "group_size": GROUP, "scale_dtype": "bfloat16"}, "bfloat16"),
     "NVFP4A16": ({"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}, "bfloat16"),
     "MXFP4A16": ({"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}, "bfloat16"),
+    "e2m1:group32:e8m0 * e4m3:token:f32:dynamic": (
+        {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+        "float8e4m3",
+    ),
     "FP8_DYNAMIC": ({"dtype": "float8e4m3", "group_size": 0, "scale_dtype": "bfloat16"}, "float8e4m3"),
 }
 

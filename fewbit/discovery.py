@@ -13,8 +13,11 @@ import importlib.metadata
 import inspect
 import pkgutil
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TypeVar
+
+from fewbit.errors import SchemeError, closest
 
 Contract = TypeVar("Contract")
 
@@ -39,6 +42,23 @@ def implementation_classes(package: ModuleType, contract: type[Contract]) -> dic
                 continue
             _add(found, member)
     return found
+
+
+def class_named(found: Mapping[str, type[Contract]], name: str, kind: str) -> type[Contract]:
+    """The implementation of that name, as people write it: capitals and hyphens do not matter.
+
+    Args:
+        found: see `implementation_classes`.
+        name: whose.
+        kind: what it is, for the message.
+
+    Raises:
+        SchemeError: there is none.
+    """
+    chosen = found.get(name.strip().lower().replace("-", "_"))
+    if chosen is None:
+        raise SchemeError(f"Unknown {kind} {name!r}.", closest(name, found))
+    return chosen
 
 
 def implementations(package: ModuleType, contract: type[Contract], group: str = "") -> dict[str, Contract]:

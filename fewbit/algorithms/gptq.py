@@ -7,14 +7,19 @@ between passes the scales of a row are fitted to its codes. None of them raises 
 they lower KL by 4 %, leave perplexity where it was, and take three times as long as all the rest. Layers that read
 one input are solved as one stacked matrix.
 
+Quantized layers before a layer change its input, and what the unquantized model would have put out for its own input is
+what is wanted. The asymmetric term of GPTAQ (`asymmetric`) moves the features after each one accordingly; rows whose
+output it does not bring nearer to the unquantized model's keep what GPTQ gave.
+
 Sources: Frantar et al., GPTQ (arXiv 2210.17323); Behdin et al., QuantEase (arXiv 2309.01885) for coordinate descent;
+Li et al., GPTAQ (arXiv 2504.02692) for the asymmetric term;
 `algorithms.md` sections 1 and 2 of the house's references.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -26,6 +31,7 @@ from fewbit.algorithms.grid import Grid, Scales, stacked
 from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask, relative_loss
 from fewbit.algorithms.scale_fit import fit_scales
 from fewbit.algorithms.scale_search import search_scales
+from fewbit.errors import SchemeError
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,9 @@ class GptqSettings:
         search: whether scales are searched; otherwise they follow from the extremes.
         compensate: whether GPTQ runs at all; otherwise weights are rounded to nearest on the searched scales.
         sweeps: passes of coordinate descent after GPTQ.
+        asymmetric: how much of the asymmetric term is added, 0 to 1; see the head of this file.
+        desc_act: whether groups are of features that are visited one after the other instead of neighbours; the file
+            then states the group of each feature, which few kernels read.
     """
 
     damping: float = 0.01
@@ -45,6 +54,14 @@ class GptqSettings:
     search: bool = True
     compensate: bool = True
     sweeps: int = 0
+    asymmetric: float = 0.0
+    desc_act: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.asymmetric <= 1:
+            raise SchemeError(f"asymmetric is {self.asymmetric}.", "Use 0 (none) to 1; 0.25 is usual.")
+        if self.sweeps < 0:
+            raise SchemeError(f"sweeps is {self.sweeps}.", "Use 0 or more.")
 
 
 class Gptq(Algorithm):
@@ -55,7 +72,16 @@ class Gptq(Algorithm):
     needs_gram: ClassVar[bool] = True
 
     def for_trials(self) -> Algorithm:
-        return Gptq({**{f.name: getattr(self.settings, f.name) for f in fields(GptqSettings)}, "sweeps": 0})
+        own = {field.name: getattr(self.settings, field.name) for field in fields(GptqSettings)}
+        return Gptq(own | {"sweeps": 0, "asymmetric": 0.0})
+
+    @property
+    def compares_inputs(self) -> bool:
+        return self.settings.asymmetric > 0
+
+    @property
+    def orders_groups(self) -> bool:
+        return self.settings.desc_act
 
     def quantize_layers(self, tasks: Sequence[LayerTask]) -> list[LayerResult]:
         by_element: dict[str, list[int]] = {}
@@ -77,28 +103,70 @@ class Gptq(Algorithm):
             return self._results(weights, scales, values, None, "scale_search: no calibration token reached it")
         gram = statistics.gram.to(weights[0].device)
         order = torch.arange(len(gram), device=gram.device)
-        if self.settings.act_order:
+        if self.settings.act_order or self.settings.desc_act:
             order = torch.argsort(gram.diagonal(), descending=True, stable=True)
         inverse = torch.argsort(order)
         found = curvature(gram[order][:, order], self.settings.damping)
         natural = found.matrix[inverse][:, inverse].contiguous()
-        if self.settings.search:
-            scales = [search_scales(task, natural) for task in tasks]
-        else:
-            scales = [Scales.nearest(task.weight, task.key.weight, task.rules, task.global_scale) for task in tasks]
+        scales = [self._scales(task, found.matrix, natural, order) for task in tasks]
         columns = _columns(scales, weights, order)
-        target = torch.cat(weights).T[order].contiguous()
+        target, notes = torch.cat(weights).T[order].contiguous(), [found.note]
         if found.factor is None or not self.settings.compensate:
             values = columns.rounded(target)[0]
         else:
             values = compensate(target.clone(), found.factor, columns)
+            shift = statistics.mean_shift
+            if self.settings.asymmetric and shift is not None:
+                shift = shift.to(gram.device)[order][:, order]
+                values, target, note = self._shifted(
+                    target, values, gram[order][:, order], shift, found.factor, columns
+                )
+                notes.append(note)
         for _ in range(self.settings.sweeps):
             scales = _fitted(weights, scales, values[inverse].T.contiguous(), natural)
             values = descend(target, values, found.matrix, _columns(scales, weights, order))
         plain = values[inverse].T.contiguous()
         if self.settings.sweeps:
             scales = _fitted(weights, scales, plain, natural)
-        return self._results(weights, scales, plain, gram, f"{self.name}: {found.note}" if found.note else self.name)
+        note = ", ".join(filter(None, notes))
+        return self._results(weights, scales, plain, gram, f"{self.name}: {note}" if note else self.name)
+
+    def _scales(self, task: LayerTask, ordered: Tensor, natural: Tensor, order: Tensor) -> Scales:
+        """The scales of a layer, `ordered` and `natural` being H in the order of visits and in its own."""
+        if not self.settings.desc_act:
+            if self.settings.search:
+                return search_scales(task, natural)
+            return Scales.nearest(task.weight, task.key.weight, task.rules, task.global_scale)
+        # Groups are of features that are visited together.
+        along = replace(task, weight=task.weight[:, order])
+        if self.settings.search:
+            found = search_scales(along, ordered)
+        else:
+            found = Scales.nearest(along.weight, task.key.weight, task.rules, task.global_scale)
+        width = task.key.weight.granularity.extents(tuple(task.weight.shape))[1]
+        return replace(found, order=(torch.argsort(order) // width).int()) if found.scale.shape[1] > 1 else found
+
+    def _shifted(
+        self, target: Tensor, values: Tensor, gram: Tensor, shift: Tensor, factor: Tensor, columns: Grid
+    ) -> tuple[Tensor, Tensor, str]:
+        """`values` [K, N], in rows that the asymmetric term helps those with it; their targets; what was done.
+
+        For a change d of a row w its output misses that of the unquantized model on its own input by
+        d^T H d - 2 w^T D d and what no change alters, D being the mean of (x' - x) x^T for the inputs x and, of the
+        unquantized model, x'.
+        """
+        drift = self.settings.asymmetric * (shift @ factor.T).triu(1) @ factor
+        moved = compensate(target.clone(), factor, columns, drift)
+        pull = shift.T @ target
+
+        def missed(found: Tensor) -> Tensor:
+            change = columns.meaning(found) - target
+            return ((gram @ change - 2 * pull) * change).sum(dim=0)
+
+        helps = missed(moved) < missed(values)  # false where it is not finite
+        wanted = target + self.settings.asymmetric * (factor.T @ (factor @ pull))
+        note = f"asymmetric term in {int(helps.sum())} of {len(helps)} rows"
+        return torch.where(helps, moved, values), torch.where(helps, wanted, target), note
 
     def _results(
         self, weights: list[Tensor], scales: list[Scales], values: Tensor, gram: Tensor | None, method: str

@@ -27,12 +27,14 @@ class Scales:
         scale: codes of the scale element, [N', K'].
         zero_point: codes of zero, [N', K'], for asymmetric keys.
         global_scale: float64 [1, 1], for keys with a second level.
+        order: group of each input feature, int32 [K]; None where groups are of neighbours.
     """
 
     key: QuantKey
     scale: Tensor
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
+    order: Tensor | None = None
 
     @classmethod
     def nearest(cls, weight: Tensor, key: QuantKey, rules: ScaleRules, global_scale: Tensor | None) -> Scales:
@@ -43,7 +45,7 @@ class Scales:
     def of(cls, record: QuantizedTensor) -> Scales:
         """The scales of a plain record."""
         tensors = record.tensors
-        found = {role: tensors[role] for role in ("scale", "zero_point", "global_scale") if role in tensors}
+        found = {role: tensors[role] for role in ("scale", "zero_point", "global_scale", "order") if role in tensors}
         return cls(record.key, **found)  # type: ignore[arg-type] - a plain record holds tensors
 
     def record(self, values: Tensor) -> QuantizedTensor:
@@ -53,6 +55,8 @@ class Scales:
             tensors["zero_point"] = self.zero_point
         if self.global_scale is not None:
             tensors["global_scale"] = self.global_scale
+        if self.order is not None:
+            tensors["order"] = self.order
         return QuantizedTensor(self.key, tuple(values.shape), tensors)
 
     def multipliers(self) -> Tensor:
@@ -67,13 +71,15 @@ class Scales:
 
     def spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
         """One number per scale [N', K'] -> the same for every entry of a weight of `shape` [N, K]."""
+        if self.order is not None:
+            return scale[:, self.order.long()]
         like = to_blocks(scale.new_empty(1).expand(shape), self.key.granularity)
         return from_blocks(over_blocks(scale).expand_as(like), shape)
 
     def columns(self, shape: tuple[int, ...], order: Tensor) -> Grid:
         """The grid of the transposed weight of `shape` [N, K] with its input features in another order, contiguous."""
         height, width = self.key.granularity.extents(shape)
-        places = order // width
+        places = order // width if self.order is None else self.order.long()[order]
         rows = torch.arange(shape[0], device=order.device) // height
 
         def spread(numbers: Tensor) -> Tensor:
@@ -85,6 +91,8 @@ class Scales:
 
     def gathered(self, numbers: Tensor) -> Tensor:
         """The sum of `numbers` [N, K] under each scale, [N', K']."""
+        if self.order is not None:
+            return torch.zeros_like(self.scale, dtype=numbers.dtype).index_add_(1, self.order.long(), numbers)
         return to_blocks(numbers, self.key.granularity).sum(dim=(-3, -1))
 
 

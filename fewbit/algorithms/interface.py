@@ -105,6 +105,16 @@ class Algorithm(ABC):
     refines_blocks: ClassVar[bool] = False
     """Whether `refine` is to be called for each block, with the unquantized model's outputs at hand."""
 
+    @property
+    def compares_inputs(self) -> bool:
+        """Whether statistics are to say how inputs differ from those of the unquantized model."""
+        return False
+
+    @property
+    def orders_groups(self) -> bool:
+        """Whether records may say of each input feature which group it belongs to."""
+        return False
+
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings: Any = read_settings(self.Settings, settings or {}, self.name)
 

@@ -80,7 +80,7 @@ def panel(
     """See `fewbit.algorithms.panels.solve_panel`; at most `MOST_FEATURES` features."""
     inputs = {"weight": weight, "factor": factor, "scale": scale, "zero": zero, "drift": drift, "held": held}
     kept = {name: None if tensor is None else tensor.contiguous() for name, tensor in inputs.items()}
-    values, errors = torch.empty_like(weight), torch.empty_like(weight)
+    values, errors = torch.empty(weight.shape), torch.empty(weight.shape)
     pointers = {name: _address(tensor) for name, tensor in kept.items()}
     task = _Panel(**pointers, values=_address(values), errors=_address(errors), features=len(weight))
     task.rows = weight.shape[1]

@@ -8,8 +8,7 @@ from typing import Any
 
 import fewbit.algorithms
 from fewbit.algorithms.interface import Algorithm
-from fewbit.discovery import implementation_classes
-from fewbit.errors import SchemeError, closest
+from fewbit.discovery import class_named, implementation_classes
 
 
 @cache
@@ -24,7 +23,4 @@ def algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm
     Raises:
         SchemeError: there is none, or a setting does not fit.
     """
-    found = algorithms().get(name.strip().lower().replace("-", "_"))
-    if found is None:
-        raise SchemeError(f"Unknown algorithm {name!r}.", closest(name, algorithms()))
-    return found(settings)
+    return class_named(algorithms(), name, "algorithm")(settings)

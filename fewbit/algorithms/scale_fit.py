@@ -33,12 +33,13 @@ def fit_scales(weight: Tensor, values: Tensor, scales: Scales, matrix: Tensor) -
 
     Returns:
         The fitted scales in their stored element; `scales` itself where it has fewer than 16 bits (fitting and rounding
-        to it would lose more than it gains), or the granularity is not one of groups within a row.
+        to it would lose more than it gains), or the granularity is not one of neighbours within a row.
     """
     key = scales.key
     height, width = key.granularity.extents(tuple(weight.shape))
     groups = scales.scale.shape[1]
-    if key.scale.element.bits < 16 or height != 1 or groups > MOST_GROUPS or not weight.numel():
+    spread = scales.order is not None or height != 1
+    if key.scale.element.bits < 16 or spread or groups > MOST_GROUPS or not weight.numel():
         return scales
     steps = values
     if scales.zero_point is not None:

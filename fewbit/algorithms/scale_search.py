@@ -55,12 +55,13 @@ class ScaleSearch(Algorithm):
         return results
 
 
-def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
+def search_scales(task: LayerTask, gram: Tensor | None = None, ratios: Sequence[float] = ()) -> Scales:
     """The best scales of a layer's weight.
 
     Args:
         task: the layer.
         gram: float32 [K, K] of its input; without it the squared error of the weights is minimized.
+        ratios: of the scales that round to nearest has, to try these alone; empty to try all that is worth it.
 
     Returns:
         Scales as round to nearest would have them where the granularity is not one of groups within a row (a tensor, a
@@ -81,7 +82,7 @@ def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
     at_once = CHUNK_NUMBERS if weight.is_cpu and not native.takes(weight, blocks) else MOST_NUMBERS
     rows = max(1, at_once // weight.shape[1])
     parts = [
-        _search_rows(weight[first : first + rows], _rows(start, first, first + rows), blocks, width, signed)
+        _search_rows(weight[first : first + rows], _rows(start, first, first + rows), blocks, width, signed, ratios)
         for first in range(0, len(weight), rows)
     ]
     scale = torch.cat([part.scale for part in parts])
@@ -89,9 +90,13 @@ def search_scales(task: LayerTask, gram: Tensor | None = None) -> Scales:
     return replace(start, scale=scale, zero_point=torch.cat(zeros) if zeros else None)
 
 
-def _search_rows(weight: Tensor, start: Scales, blocks: Tensor | None, width: int, signed: bool) -> Scales:
+def _search_rows(
+    weight: Tensor, start: Scales, blocks: Tensor | None, width: int, signed: bool, ratios: Sequence[float]
+) -> Scales:
     groups = start.scale.shape[1]
     grouped = F.pad(weight, (0, groups * width - weight.shape[1])).T.contiguous().view(groups, width, len(weight))
+    if ratios:
+        return _best(_scaled(start, ratios), grouped, blocks)
     best = _best(_together([_scaled(start, (1.0,)), _candidates(grouped, start, signed)]), grouped, blocks)
     if start.key.element.is_integer and start.key.scale.element.bits >= 16:
         best = _best(_scaled(best, (1.0, *FINE_RATIOS)), grouped, blocks)

@@ -101,7 +101,7 @@ def _stacks(pairs: Iterable[tuple[LayerTask, LayerResult]]) -> list[_Stack]:
     found: dict[object, list[tuple[LayerTask, LayerResult]]] = {}
     for task, result in pairs:
         height, width = task.key.weight.granularity.extents(tuple(task.weight.shape))
-        alike = height == 1 and task.weight.shape[1] % width == 0
+        alike = height == 1 and task.weight.shape[1] % width == 0 and "order" not in result.record
         found.setdefault((task.key.weight, width) if alike else task.name, []).append((task, result))
     return [_Stack(layers) for layers in found.values()]
 

@@ -31,6 +31,9 @@ class InputStatistics:
         products: sum of the outer products of the rows, float32 [K, K], right on and above the diagonal; None where it
             is not gathered.
         magnitudes: sum of the magnitudes of each feature, float32 [K]; None where it is not gathered.
+        shift: sum of the outer products of what each row lacks of the unquantized model's and the row, float32 [K, K];
+            None where they were not compared.
+        shifted: rows that were compared.
         histogram: how many magnitudes of the sampled rows have which leading bits, int64 [8192]; None where no row was
             seen.
     """
@@ -40,6 +43,8 @@ class InputStatistics:
     products: Tensor | None = None
     magnitudes: Tensor | None = None
     histogram: Tensor | None = None
+    shift: Tensor | None = None
+    shifted: int = 0
 
     @classmethod
     def empty(cls, features: int | None = None, device: str | torch.device = "cpu") -> InputStatistics:
@@ -89,6 +94,14 @@ class InputStatistics:
             panel = self.products[start : start + width, start:]
             panel.addmm_(rows[:, start : start + width].T, rows[:, start:])
 
+    def compare(self, x: Tensor, unquantized: Tensor) -> None:
+        """Takes in what a batch x [..., K], which was added, is in the unquantized model."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        if self.shift is None:
+            self.shift = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+        self.shift.addmm_((unquantized.reshape(rows.shape).float() - rows).T, rows)
+        self.shifted += len(rows)
+
     def percentile(self, percent: float) -> Tensor:
         """The magnitude below which `percent` of all entries of the sampled rows are, float32 []; 100 is the largest.
 
@@ -116,6 +129,11 @@ class InputStatistics:
             raise ValueError("no calibration token reached this layer")
         upper = self.products.triu() / self.tokens
         return upper + upper.triu(diagonal=1).T
+
+    @property
+    def mean_shift(self) -> Tensor | None:
+        """Mean outer product of what rows lack of the unquantized model's and the rows, float32 [K, K]."""
+        return None if self.shift is None or not self.shifted else self.shift / self.shifted
 
     @property
     def mean_magnitude(self) -> Tensor:

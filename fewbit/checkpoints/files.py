@@ -1,13 +1,15 @@
-"""The contract of a checkpoint's files, and of a plugin that opens files which are no folder of safetensors.
+"""The contract of a checkpoint's files, and of a plugin for files which are no folder of safetensors.
 
 Formats translate tensors and open no file; this is the other half. `TensorFolder` opens safetensors. A package outside
-fewbit adds another container by announcing a `CheckpointOpener` in the entry point group `fewbit.checkpoint_openers`.
+fewbit adds another container by announcing a `CheckpointOpener` in the entry point group `fewbit.checkpoint_openers`;
+where it also writes such files, `fewbit convert` does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,11 +59,55 @@ class CheckpointFiles(ABC):
         """
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """What makes a model of tensors.
+
+    Attributes:
+        config: transformers' configuration (a `PretrainedConfig`).
+        tokenizer: transformers' tokenizer; None where the model has none.
+        source: the files that the tensors come from.
+        recipe: how they were made, JSON; empty where nothing was done to them.
+    """
+
+    config: Any
+    tokenizer: Any
+    source: CheckpointFiles
+    recipe: str = ""
+
+
+class CheckpointWriter(ABC):
+    """Writes one file, tensor by tensor; memory stays near one tensor.
+
+    Attributes:
+        nbytes: of all tensors added.
+        notes: what of the model the file cannot state, a sentence each.
+    """
+
+    nbytes: int = 0
+    notes: Sequence[str] = ()
+
+    @abstractmethod
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor under the name that `CheckpointFiles` gives it.
+
+        Raises:
+            OutputError: the file has no place for it.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Completes the file."""
+
+
 class CheckpointOpener(ABC):
     """Opens one kind of file, and has transformers read the model's configuration and tokenizer from it."""
 
     name: ClassVar[str]
     """What messages call the kind of file."""
+
+    writes: ClassVar[str] = ""
+    """Name of the format whose layers `create` writes; empty where this kind of file is read only."""
 
     @abstractmethod
     def recognizes(self, path: Path) -> bool:
@@ -91,3 +137,11 @@ class CheckpointOpener(ABC):
         Raises:
             ModelError: the file has none that transformers can read.
         """
+
+    def create(self, path: Path, model: ModelParts) -> CheckpointWriter:
+        """A new file at `path`, for the tensors of a model.
+
+        Raises:
+            OutputError: the file cannot say what the model is.
+        """
+        raise NotImplementedError(f"{self.name} is read only")

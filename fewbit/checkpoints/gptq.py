@@ -84,6 +84,7 @@ class Gptq(WordFormat):
     name: ClassVar[str] = "gptq"
     quant_methods: ClassVar[tuple[str, ...]] = ("gptq",)
     matcher: ClassVar[Matcher] = staticmethod(matches_gptq)
+    writes_order: ClassVar[bool] = True
 
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
         base = _layer_settings(config)

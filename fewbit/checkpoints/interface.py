@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fewbit.errors import OutputError
 from fewbit.numerics import QuantizedTensor
+from fewbit.spec.element import Element
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.layout import TensorSpec
 from fewbit.spec.pattern import Matcher, matches
@@ -71,13 +72,22 @@ class CheckpointFormat(ABC):
     """The format's own rule for target and ignore lists."""
 
     in_safetensors: ClassVar[bool] = True
-    """Whether a folder of safetensors holds it; if not, an opener reads it and `quantize` cannot write it."""
+    """Whether a folder of safetensors holds it; if not, an opener reads it and may write it; `quantize` does not."""
 
     writes_layers: ClassVar[bool] = True
     """Whether it can be written for linear layers: not where it holds stacks of experts only, or has no writer."""
 
     describes_embeddings: ClassVar[bool] = False
     """Whether its configuration can say of an embedding that it is quantized."""
+
+    scale_element: ClassVar[Element | None] = None
+    """What the 16-bit scales of presets are stored in; None where they may have the model's dtype."""
+
+    widens: ClassVar[bool] = False
+    """Whether it has so few kinds of integers that conversions carry others over as wider ones."""
+
+    writes_order: ClassVar[bool] = False
+    """Whether it states which group each input feature belongs to (act-order)."""
 
     zero_scales: ClassVar[bool] = False
     """Whether the format itself gives a block of zeros, or of tiny numbers, a scale of zero."""
@@ -207,6 +217,18 @@ class CheckpointFormat(ABC):
             layers: module name -> key, every quantized layer.
             plain: names of the linear layers that stay as they are.
         """
+
+    def file_metadata(
+        self, headers: Mapping[str, TensorHeader], layers: Mapping[str, LinearKey], dtype: str
+    ) -> dict[str, str]:
+        """Texts that a weight file carries in its header beside the tensors, where readers of the format ask for them.
+
+        Args:
+            headers: of all tensors of this file and of those before it.
+            layers: module name -> key, every quantized layer.
+            dtype: torch's name of the model's dtype.
+        """
+        return {}
 
     def config_of_roles(
         self,

@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from fewbit.checkpoints.dtypes import header_of
+from fewbit.checkpoints.interface import TensorHeader
 from fewbit.checkpoints.tensor_files import CONFIG, INDEX, SINGLE, inside
 from fewbit.errors import OutputError
 from fewbit.lazy import torch
@@ -82,8 +84,8 @@ class TensorBuffer:
         self.tensors[name] = self._owned(tensor)
         self.nbytes += tensor.nbytes
 
-    def save(self, file: Path) -> None:
-        """Writes them all to a new file.
+    def save(self, file: Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Writes them all to a new file, `metadata` into its header.
 
         Raises:
             OutputError: safetensors refuses them.
@@ -92,7 +94,7 @@ class TensorBuffer:
         from safetensors.torch import save_file  # imports torch
 
         try:
-            save_file(self.tensors, file, metadata={"format": "pt"})
+            save_file(self.tensors, file, metadata={**(metadata or {}), "format": "pt"})
         except SafetensorError as error:  # the library reports a full disk as text
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
@@ -113,14 +115,25 @@ class TensorBuffer:
 class ShardWriter:
     """Collects tensors and writes them in shards of at most `max_shard_bytes`; memory stays at one shard.
 
+    Args:
+        folder: where the shards go.
+        max_shard_bytes: largest size of a shard.
+        metadata: texts for a shard's header, given the headers of all tensors up to its last one.
+
     Attributes:
         folder: where the shards go.
         nbytes: bytes of all tensors added.
         file_of: tensor name -> file name, final after `finish`.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        max_shard_bytes: int,
+        metadata: Callable[[Mapping[str, TensorHeader]], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        self.folder, self._metadata = folder, metadata
+        self._headers: dict[str, TensorHeader] = {}
         self.max_shard_bytes = max_shard_bytes
         self.nbytes = 0
         self.file_of: dict[str, str] = {}
@@ -138,6 +151,7 @@ class ShardWriter:
         if self._buffer.tensors and self._buffer.nbytes + tensor.nbytes > self.max_shard_bytes:
             self._flush()
         self._buffer.add(name, tensor)
+        self._headers[name] = header_of(tensor)
         self.nbytes += tensor.nbytes
 
     def finish(self) -> list[str]:
@@ -157,7 +171,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         file = self.folder / _temporary(len(self._shards))
-        self._buffer.save(file)
+        self._buffer.save(file, self._metadata(self._headers))
         self.file_of.update(dict.fromkeys(self._buffer.tensors, file.name))
         self._shards.append(list(self._buffer.tensors))
         self._buffer = TensorBuffer()
@@ -170,7 +184,29 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
     Raises:
         OutputError: `out` exists, its parent cannot be written, or the disk is full.
     """
+    with _staging(Path(out).absolute()) as staging:
+        yield staging
+        publish(staging, Path(out).absolute())
+
+
+@contextmanager
+def staged_file(out: str | Path) -> Iterator[Path]:
+    """A path to write a file at that becomes `out` when the block ends well, and leaves no trace when it does not.
+
+    Whatever else is written beside it is gone afterwards.
+
+    Raises:
+        OutputError: `out` exists, its parent cannot be written, or the disk is full.
+    """
     out = Path(out).absolute()
+    with _staging(out) as staging:
+        yield staging / out.name
+        publish(staging / out.name, out)
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that is gone afterwards; parents of `out` that were missing too, where it is not there."""
     require_free(out)
     made: list[Path] = []
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
@@ -179,7 +215,6 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
             made = make_parents(out.parent)
             staging.mkdir()
             yield staging
-            publish(staging, out)
             made = []
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -188,12 +223,12 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
 
 
 def publish(staging: Path, out: Path) -> None:
-    """Gives a complete folder its name, its bytes being on disk before.
+    """Gives a complete folder or file its name, its bytes being on disk before.
 
     Raises:
         OutputError: `out` exists by now.
     """
-    for path in (*staging.rglob("*"), staging):
+    for path in (*(staging.rglob("*") if staging.is_dir() else ()), staging):
         sync(path)
     require_free(out)
     staging.rename(out)
@@ -243,7 +278,6 @@ def _temporary(number: int) -> str:
 
 def require_free(out: Path) -> None:
     """Raises OutputError where something of that name exists."""
-    """Raises OutputError where `out` exists."""
     if out.exists() or out.is_symlink():
         raise OutputError(f"{out} exists already.", "Choose another folder, or remove it.")
 

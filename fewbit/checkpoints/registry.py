@@ -92,6 +92,20 @@ def opener_of(path: Path) -> CheckpointOpener | None:
     return next((opener for opener in openers().values() if opener.recognizes(path)), None)
 
 
+def container_of(checkpoint: CheckpointFormat) -> CheckpointOpener | None:
+    """What writes files of a format that is none for a folder of safetensors; None for all other formats."""
+    return next((opener for opener in openers().values() if opener.writes == checkpoint.name), None)
+
+
+def writable() -> list[str]:
+    """Formats that linear layers can be written in, into a folder or into a file of their own kind."""
+    return [
+        name
+        for name, found in formats().items()
+        if found.writes_layers and (found.in_safetensors or container_of(found) is not None)
+    ]
+
+
 def open_files(path: Path) -> CheckpointFiles:
     """The tensors of a checkpoint, whatever holds them.
 

@@ -1,4 +1,4 @@
-"""torchao: the tensors of its subclasses in safetensors files, described by JSON in the files' metadata. Reading only.
+"""torchao: the tensors of its subclasses in safetensors files, described by JSON in the files' metadata.
 
 The weight of module m becomes `m._weight_<part>`; a text `m.weight` of the metadata names its class and attributes.
 
@@ -9,8 +9,9 @@ The weight of module m becomes `m._weight_<part>`; a text `m.weight` of the meta
     MXTensor, NVFP4Tensor                  qdata float8 [N, K], or uint8 [N, K/2], low nibble first; scale;
                                            per_tensor_scale, a multiplier
 
-Scales are multipliers. Layouts made for one device (swizzled scales, tile-packed int4) are refused, and pickles are not
-opened, which is what .bin files of torchao are. Source: torchao 0.18 (`prototype/safetensors`, `quantize_/workflows`).
+Scales are multipliers. The first two lines are written, with one scale a row or in groups, as `torchao_config` says.
+Layouts made for one device (swizzled scales, tile-packed int4) are refused, and pickles are not opened, which is what
+.bin files of torchao are. Source: torchao 0.18 (`prototype/safetensors`, `quantize_/workflows`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from fewbit.checkpoints.interface import StoredLayer, TensorHeader
 from fewbit.checkpoints.layer_tensors import element_dtype, misfit, scale_extents
 from fewbit.checkpoints.linear_format import LinearFormat
 from fewbit.checkpoints.torchao_classes import CLASSES, layer_key
-from fewbit.errors import CheckpointError, OutputError
+from fewbit.checkpoints.torchao_config import class_of, configured_keys, descriptions, quantization_config
+from fewbit.errors import CheckpointError
 from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.key import LinearKey
@@ -46,7 +48,6 @@ _PARTS = (
     "act_per_tensor_scale",
     "act_pre_scale",
 )
-_NO_WRITER = "fewbit reads torchao's files and does not write them"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ class TorchAo(LinearFormat):
 
     name: ClassVar[str] = "torchao"
     quant_methods: ClassVar[tuple[str, ...]] = ("torchao",)
-    writes_layers: ClassVar[bool] = False
     codes_names: ClassVar[tuple[str, ...]] = (f"{_PREFIX}qdata",)
     scale_names: ClassVar[tuple[str, ...]] = (f"{_PREFIX}scale",)
     companions: ClassVar[frozenset[str]] = frozenset(f"{_PREFIX}{part}" for part in _PARTS[1:])
@@ -80,13 +80,15 @@ class TorchAo(LinearFormat):
         return {**config, "layers": layers}
 
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
-        described = config.get("layers") or {}
+        described, ignore = config.get("layers"), names_under(config, "modules_to_not_convert")
+        if described is None:  # a configuration by itself
+            keys = configured_keys(config.get("quant_type"))
+            return Scheme(self.name, tuple(Rule((name,), key) for name, key in keys.items()), tuple(ignore))
         if not described:
             raise CheckpointError(
                 "torchao's layers are described in the metadata of safetensors files, and these files have none.",
                 "Save the model with safetensors (torchao 0.15 or later), not as a pickle.",
             )
-        ignore = names_under(config, "modules_to_not_convert")
         layers = {
             module: StoredLayer(layer_key(module, layer, config.get("quant_type")), layer["_type"])
             for module, layer in described.items()
@@ -95,7 +97,12 @@ class TorchAo(LinearFormat):
         return _LayerScheme(self.name, rules, tuple(ignore), layers=layers)
 
     def config(self, layers: Mapping[str, LinearKey], plain: Sequence[str]) -> dict[str, Any]:
-        raise OutputError(f"{_NO_WRITER}.", "Choose another format.")
+        return quantization_config(layers, plain)
+
+    def file_metadata(
+        self, headers: Mapping[str, TensorHeader], layers: Mapping[str, LinearKey], dtype: str
+    ) -> dict[str, str]:
+        return descriptions(headers, layers, dtype, self.codes_names[0])
 
     def describe(
         self,
@@ -105,9 +112,11 @@ class TorchAo(LinearFormat):
         class_name: str = "Linear",
         shape: tuple[int, int] | None = None,
     ) -> StoredLayer | None:
+        if not isinstance(scheme, _LayerScheme):
+            return super().describe(scheme, module, headers, class_name, shape)
         if not self._is_quantized(module, headers):
             return None
-        stored = scheme.layers.get(module) if isinstance(scheme, _LayerScheme) else None
+        stored = scheme.layers.get(module)
         if stored is None:
             raise CheckpointError(
                 f"{module} stores torchao tensors, and the metadata of the files does not describe it.",
@@ -119,7 +128,9 @@ class TorchAo(LinearFormat):
         return stored
 
     def storages(self, key: LinearKey) -> tuple[StoredLayer, ...]:
-        return ()
+        """Those that are written."""
+        kind = class_of(key)
+        return (StoredLayer(key, kind),) if kind else ()
 
     def layouts(self, stored: StoredLayer) -> tuple[Layout, Layout]:
         packed = stored.key.weight.element.bits == 4 and stored.variant != "IntxUnpackedToInt8Tensor"
@@ -170,11 +181,19 @@ class TorchAo(LinearFormat):
                 return tensor.double().reshape(())
         return super().to_hub(stored, role, tensor, shape)
 
-    def write(self, record: QuantizedTensor, key: LinearKey) -> dict[str, Tensor]:
-        raise OutputError(f"{_NO_WRITER} ({key}).", "Choose another format.")
+    def to_disk(self, stored: StoredLayer, spec: TensorSpec, record: QuantizedTensor) -> Tensor | None:
+        if spec.role == "zero_point" and stored.key.weight.symmetric:
+            return torch.zeros_like(record["scale"], dtype=torch.int8)
+        return super().to_disk(stored, spec, record)
 
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
-        return f"{_NO_WRITER} ({key})"
+        size = key.weight.granularity.columns
+        if class_of(key) is None:
+            return (
+                f"torchao's files hold no {key} as fewbit writes them; they hold int2 to int8 in groups or channels, "
+                "e4m3 in channels of f32 scales, and int8 with activations by token"
+            )
+        return f"groups of {size} weights do not divide K={shape[1]}" if size and shape[1] % size else None
 
 
 def _spec(role: str, part: str, shape: tuple[Extent, ...], dtype: str | None, optional: bool = False) -> TensorSpec:

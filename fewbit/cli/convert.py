@@ -1,4 +1,4 @@
-"""`fewbit convert`: a quantized checkpoint in another format."""
+"""`fewbit convert`: a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fewbit.cli.output import console, print_json, progress, quiet_libraries, si
 def convert(
     model: options.ModelFolder,
     to: Annotated[str, typer.Option("--to", help="Checkpoint format, or bf16, f16, f32 for plain weights.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; must not exist.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write, or a file for gguf; must not exist.")
+    ],
     requantize: Annotated[
         str | None, typer.Option("--requantize", help="Preset for the layers that the format cannot hold.")
     ] = None,

@@ -12,7 +12,6 @@ import typer
 from fewbit.cli import options
 from fewbit.cli.choices import quantize_options
 from fewbit.cli.output import console, print_json, progress, quiet_libraries, size, table
-from fewbit.errors import SchemeError
 
 if TYPE_CHECKING:
     from fewbit.models.quantization.quantize import QuantizeOptions
@@ -86,20 +85,18 @@ def _carry_out(model: Path, output: Path, asked: QuantizeOptions, max_kl: float 
 def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report, with progress on the screen."""
     from fewbit.checkpoints.work_folder import WorkFolder
-    from fewbit.models.quantization.pipeline import quantize_checkpoint
+    from fewbit.models.quantization.pipeline import check_shared, quantize_checkpoint
     from fewbit.models.quantization.quantize import prepare
 
     WorkFolder(output).require_unwritten()
-    if how["ranks"].count > 1 and asked.budget() is not None:
-        raise SchemeError("A bit budget is measured by one process.", "Start it without torchrun.")
+    check_shared(how["keep_statistics"], how["ranks"])
     if asked.budget() is None:
-        made, calibration = prepare(model, asked, how["device"])
+        made, calibration = prepare(model, asked, how["device"], ranks=how["ranks"])
     else:
         with progress("Measuring sensitivity", 1, quiet) as advance:
-            made, calibration = prepare(model, asked, how["device"], advance)
+            made, calibration = prepare(model, asked, how["device"], advance, how["ranks"])
         if not quiet:
             print_budget(made.budget or {})
-    calibration = how["ranks"].first(calibration)  # samples of the model may end differently on each
     with progress(f"Quantizing to {made.recipe.scheme.name}", made.bytes_before, quiet) as advance:
         return quantize_checkpoint(model, output, made, calibration=calibration, progress=advance, **how)
 
@@ -107,9 +104,6 @@ def _run(model: Path, output: Path, asked: QuantizeOptions, quiet: bool, **how: 
 def _gated(model: Path, output: Path, asked: QuantizeOptions, max_kl: float, quiet: bool, **how: Any) -> dict[str, Any]:
     """The report of a run that had to stay within a divergence."""
     from fewbit.evaluation.gate import quantize_within
-
-    if how["ranks"].count > 1:
-        raise SchemeError("--max-kl measures whole models in one process.", "Start it without torchrun.")
 
     def stage(label: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
         return progress(label, total, quiet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fewbit.models.quantization.calibration import Calibration, load_tokenizer, 
 from fewbit.models.quantization.pipeline import quantize_checkpoint
 from fewbit.models.quantization.plan import Plan
 from fewbit.models.quantization.quantize import QuantizeOptions, prepare, read_calibration
+from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.texts import read_text
 from fewbit.models.report.files import render_again
 
@@ -86,25 +88,35 @@ class _Gate:
     stage: Stage
     how: dict[str, Any]
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that do this together."""
+        found: Ranks = self.how.get("ranks", ALONE)
+        return found
+
     def run(self) -> dict[str, Any]:
+        """The report, with the seconds that all rounds took; nothing in processes that do not write."""
+        started = time.monotonic()
         with self.stage("Planning", 1) as advance:
-            plan, calibration = prepare(self.model, self.asked, self.device, advance)
+            plan, calibration = prepare(self.model, self.asked, self.device, advance, self.ranks)
         windows, text = self._held_out()
         rounds: list[dict[str, float]] = []
         choices: LayerChoices | None = None
         picked: list[int] = []
         for number in range(1, ROUNDS + 1):
             trial = self.output.parent / f".{self.output.name}.round-{number}"
-            shutil.rmtree(trial, ignore_errors=True)  # of a run that was stopped
+            self._remove(trial)  # of a run that was stopped
             try:
                 quality = self._quantized(plan, calibration, trial, windows, text)
                 rounds.append({"bits_per_weight": plan.bits_per_weight, "mean_kl": quality["mean_kl"]})
                 if quality["mean_kl"] <= self.max_kl:
+                    if not self.ranks.writes:
+                        return {}
                     report = render_again(trial, quality=quality, gate={"max_kl": self.max_kl, "rounds": rounds})
                     self._publish(trial)
-                    return report
+                    return report | {"seconds": round(time.monotonic() - started, 3)}
             finally:
-                shutil.rmtree(trial, ignore_errors=True)
+                self._remove(trial)
             if plan.budget is not None or number == ROUNDS:
                 break
             if choices is None:
@@ -126,11 +138,20 @@ class _Gate:
             quantize_checkpoint(
                 self.model, trial, plan, calibration=calibration, progress=advance, device=self.device, **self.how
             )
-        with self.stage("Scoring", len(windows)) as advance:
-            return score(trial, self.model, windows, text, device=self.device, on_window=lambda: advance(1))
+        quality = None
+        if self.ranks.writes:
+            with self.stage("Scoring", len(windows)) as advance:
+                quality = score(trial, self.model, windows, text, device=self.device, on_window=lambda: advance(1))
+        found = self.ranks.first(quality)
+        assert found is not None
+        return found
+
+    def _remove(self, trial: Path) -> None:
+        if self.ranks.writes:
+            shutil.rmtree(trial, ignore_errors=True)
 
     def _choices(self, plan: Plan, calibration: Calibration | None) -> LayerChoices:
-        seen = calibration or read_calibration(self.model, self.asked, self.device)
+        seen = calibration or self.ranks.first(read_calibration(self.model, self.asked, self.device))
         with self.stage("Measuring sensitivity", 1) as advance:
             return promotion_choices(
                 self.model,
@@ -139,6 +160,7 @@ class _Gate:
                 short_last_group=self.asked.short_last_group,
                 device=self.device,
                 progress=advance,
+                ranks=self.ranks,
             )
 
     def _promote(self, choices: LayerChoices, picked: list[int], mean_kl: float) -> list[int] | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from fewbit.kernels.activation.producer import Producer
 from fewbit.kernels.native import LinearLayer
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.spec.hardware import Hardware
@@ -170,6 +171,9 @@ class Kernel(ABC):
 class LinearKernel(Kernel):
     """One way to run quantized linear layers."""
 
+    rounds_produced: ClassVar[bool] = False
+    """Whether `run_produced` makes and rounds activations at once."""
+
     in_compiled_step: ClassVar[bool] = False
     """Whether the compiled decode step can call it; `compiled_layer` then says how."""
 
@@ -193,6 +197,10 @@ class LinearKernel(Kernel):
         Returns:
             [..., N] in x's dtype.
         """
+
+    def run_produced(self, x: Tensor, producer: Producer, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """`run` of what the producer makes of x: inside the same operation where the kernel rounds activations."""
+        return self.run(producer(x), prepared, bias)
 
     def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
         """The layer as the compiled decode step takes it (`kernels/decoder.py`), where `in_compiled_step`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fewbit.kernels.activation.producer import Producer
 from fewbit.kernels.interface import LinearRequest, Prepared
 from fewbit.kernels.select import Choice
 from fewbit.methods.base import Placement, QuantizeMethodBase, StoredWeights
@@ -107,6 +108,13 @@ class LinearMethod(QuantizeMethodBase):
             raise RuntimeError("process_weights_after_loading has not run on this layer")
         bias = layer.bias
         return layer.choice.kernel.run(x, layer.prepared, None if bias is None else bias.to(x.dtype))
+
+    def apply_produced(self, layer: QuantizedLinear, x: Tensor, producer: Producer) -> Tensor:
+        """`apply` of what the producer makes of x, in one operation where the kernel has it."""
+        if layer.prepared is None or layer.choice is None:
+            raise RuntimeError("process_weights_after_loading has not run on this layer")
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return layer.choice.kernel.run_produced(x, producer, layer.prepared, bias)
 
 
 class HeldMethod(LinearMethod):

@@ -12,6 +12,7 @@ class does. Two modules make up the difference, so that transformers' own attent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,12 @@ from transformers import PreTrainedModel
 from fewbit.models.families import member_rows
 from fewbit.models.replace import replace_submodule, submodule
 from fewbit.spec.module_names import joined_of, members_of
+
+
+class LayerNorm(Protocol):
+    """A norm that a joined layer applies to what it is given."""
+
+    def applied_by(self, layer: Any, x: Tensor) -> Tensor: ...
 
 
 class JoinedProduct:
@@ -32,17 +39,23 @@ class JoinedProduct:
         owner: the module that holds the joined layer.
         leaf: the joined layer's name in it.
         rows: output features of each member.
+
+    Attributes:
+        norm: what the layer applies to its input first, where the norm before it only hands that on.
     """
 
     def __init__(self, owner: nn.Module, leaf: str, rows: Sequence[int]) -> None:
         self.owner, self.leaf, self.rows = owner, leaf, tuple(rows)
+        self.norm: LayerNorm | None = None
         self._forget()
 
     def part(self, x: Tensor, index: int) -> Tensor:
         """Rows of the member at `index`, [..., its output features]."""
         if x is not self._input or index not in self._waiting:
             self._input, self._waiting = x, set(range(len(self.rows)))
-            self._parts = getattr(self.owner, self.leaf)(x).split(self.rows, -1)
+            layer = getattr(self.owner, self.leaf)
+            product = layer(x) if self.norm is None else self.norm.applied_by(layer, x)
+            self._parts = product.split(self.rows, -1)
         self._waiting.discard(index)
         part = self._parts[index]
         if not self._waiting:

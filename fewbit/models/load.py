@@ -26,6 +26,7 @@ from fewbit.models.joint import ProjectionPart
 from fewbit.models.kv_cache import KvCacheReport, kv_cache_report
 from fewbit.models.names import build_on_meta, config_dtype, read_config, tied_names
 from fewbit.models.online_transforms import AppliedTransforms, apply_transforms
+from fewbit.models.produced import round_as_made
 from fewbit.models.replace import matrix_shape, replace_submodule, set_tensor, submodule, tensor_slot
 from fewbit.models.stacked_experts import replace_stack, stack_shape
 from fewbit.models.stored import StoredCheckpoint
@@ -101,6 +102,7 @@ def load(
         raise CheckpointError("; ".join(loader.report.contradictions) + ".", "Load it without strict to accept this.")
     loader.fill(progress, Joining(model, loader.placement) if join_members else None)
     loader.finish()
+    round_as_made(model)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     model.fewbit_report = loader.report

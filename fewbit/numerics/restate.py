@@ -1,7 +1,8 @@
 """The same numbers under another key: what a format that lacks a record's own key may hold instead, bit for bit.
 
 Codes keep their meaning; what surrounds them is written out: a scale in a wider element or repeated over finer groups,
-scales of scales and second-level scales multiplied out, zero points of zero, unsigned codes minus half their range.
+scales of scales and second-level scales multiplied out, zero points of zero, unsigned codes minus half their range. A
+format of few widths may besides hold integers as wider ones, their zero points subtracted (`widenings`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fewbit.lazy import torch
-from fewbit.numerics.cast import code_dtype, encode
+from fewbit.numerics.blocks import from_blocks, over_blocks, to_blocks
+from fewbit.numerics.cast import code_dtype, decode, encode
 from fewbit.numerics.quantize import effective_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.element import BF16, E4M3, E8M0, F16, F32, Element, integer
@@ -34,7 +36,7 @@ def restatements(record: QuantizedTensor) -> Iterator[QuantKey]:
     """Keys under which the record stands for the same float32 numbers: its own first, then the smallest ones.
 
     Args:
-        record: in any layout.
+        record: in the plain layout.
     """
     key = record.key
     yield key
@@ -58,14 +60,15 @@ def restatements(record: QuantizedTensor) -> Iterator[QuantKey]:
 
 def reductions(record: QuantizedTensor) -> Iterator[QuantKey]:
     """Keys that say the same with less, the smallest first: larger rectangles where scales repeat, no zero points where
-    all are zero. They undo `restate`, and hold for this record alone: others under its key may not repeat.
+    all are zero, 16-bit scales that happen to be exact in another 16 bits. They undo `restate`, and hold for this
+    record alone: the scales of others under its key may not allow it.
 
     Args:
-        record: in any layout.
+        record: in the plain layout.
     """
     parts = [record.tensors[role] for role in ("scale", "zero_point", "minimum") if role in record]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    if "order" in record or len(tensors) < len(parts) or record.zero_point_layout != PLAIN:
+    if "order" in record or len(tensors) < len(parts):
         return
     key, zero_point = record.key, record.tensors.get("zero_point")
     integral = isinstance(zero_point, torch.Tensor) and key.element.signed and not zero_point.is_floating_point()
@@ -79,19 +82,51 @@ def reductions(record: QuantizedTensor) -> Iterator[QuantKey]:
         reduced = replace(key.with_granularity(granularity), symmetric=symmetric)
         if reduced != key:
             yield reduced
+    for granularity, symmetric in product((*repeated, key.granularity, *_finer(key.granularity)), symmetries):
+        for element in _exact_elements(record):
+            yield replace(key.with_granularity(granularity).with_scale_element(element), symmetric=symmetric)
 
 
-def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
-    """The record under one of its `restatements` or `reductions`.
+def widenings(record: QuantizedTensor) -> Iterator[QuantKey]:
+    """Keys of wider integers without zero points, which hold every code less its zero point; the smallest first.
+
+    Like `reductions` they hold for this record alone, as far as its scales have to be exact in another element.
 
     Args:
         record: in the plain layout.
-        key: from `restatements` or `reductions`.
+    """
+    key, zero_point = record.key, record.tensors.get("zero_point")
+    floating = isinstance(zero_point, torch.Tensor) and zero_point.is_floating_point()
+    beside = {"minimum", "codebook", "order", "global_scale"} & record.tensors.keys()
+    if not key.element.is_integer or floating or beside or (key.symmetric and not key.element.signed):
+        return
+    if isinstance(record.tensors["scale"], QuantizedTensor):
+        return
+    found = [
+        replace(key.with_granularity(granularity).with_scale_element(scale), element=integer(bits), symmetric=True)
+        for bits, scale, granularity in product(
+            range(key.element.bits + 1, 9),
+            (*_scale_elements(record), *_exact_elements(record)),
+            (key.granularity, *_finer(key.granularity)),
+        )
+    ]
+    yield from sorted(found, key=lambda k: k.bits_per_weight(record.shape))
+
+
+def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
+    """The record under one of its `restatements`, `reductions` or `widenings`.
+
+    Args:
+        record: in the plain layout.
+        key: from one of these.
     """
     if key == record.key:
         return record
     assert record.layout == PLAIN and record.zero_point_layout == PLAIN, "unpack the record before restating it"
     tensors: dict[str, Tensor] = {role: record[role] for role in record.tensors}
+    wider = key.element.bits > record.key.element.bits
+    if wider:
+        tensors["codes"] = _without_zero_points(record)
     if key.scale.element != record.key.scale.element:
         tensors["scale"] = encode(_multiplied_out(record), key.scale.element)
         tensors.pop("global_scale", None)
@@ -102,7 +137,7 @@ def restate(record: QuantizedTensor, key: QuantKey) -> QuantizedTensor:
     if key.granularity != record.key.granularity:
         for role in {"scale", "zero_point", "minimum"} & tensors.keys():
             tensors[role] = _spread(tensors[role], record.shape, record.key.granularity, key.granularity)
-    if key.element != record.key.element:
+    if key.element != record.key.element and not wider:
         half = 1 << (key.element.bits - 1)
         for role in ("codes", "zero_point"):
             tensors[role] = (tensors[role].short() - half).to(torch.int8)
@@ -122,6 +157,27 @@ def _scale_elements(record: QuantizedTensor) -> tuple[Element, ...]:
         return (F32,)  # a float16 times a code of a few bits: exact
     own = record.key.scale.element
     return (own, F32) if "global_scale" in record else (own, *_WIDER.get(own, ()))
+
+
+def _exact_elements(record: QuantizedTensor) -> tuple[Element, ...]:
+    """Other 16-bit elements in which each of the record's float scales is what it is."""
+    own = record.key.scale.element
+    floats = [role for role in ("zero_point", "minimum") if role in record and record[role].is_floating_point()]
+    if own not in (F16, BF16, F32) or "global_scale" in record or floats:
+        return ()
+    scale = record["scale"].double()
+    narrow = {F16: torch.float16, BF16: torch.bfloat16}
+    return tuple(
+        element for element, dtype in narrow.items() if element != own and torch.equal(scale.to(dtype).double(), scale)
+    )
+
+
+def _without_zero_points(record: QuantizedTensor) -> Tensor:
+    """The record's integers less their zero points, int8 [..., N, K]."""
+    numbers = to_blocks(decode(record["codes"], record.key.element), record.key.granularity)
+    if "zero_point" in record:
+        numbers = numbers - over_blocks(decode(record["zero_point"], record.key.element))
+    return from_blocks(numbers, record.shape).to(torch.int8).contiguous()
 
 
 def _multiplied_out(record: QuantizedTensor) -> Tensor:

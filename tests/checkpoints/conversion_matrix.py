@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fewbit.checkpoints.interface import StoredLayer
-from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.registry import formats, writable
 from fewbit.models.conversion.holding import CannotHoldError, Held, hold, hold_as
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec import LinearKey
@@ -87,11 +87,11 @@ def _blocks() -> dict[str, Sample]:
 
 def targets() -> list[str]:
     """Formats that `convert` writes."""
-    return [name for name, found in formats().items() if found.in_safetensors and found.writes_layers]
+    return writable()
 
 
 def sources() -> list[str]:
-    """Formats that hold layers of the samples: those that are written, and GGUF, whose blocks are made here."""
+    """Formats that hold layers of the samples."""
     return [name for name, found in formats().items() if found.writes_layers]
 
 

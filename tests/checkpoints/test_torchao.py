@@ -16,12 +16,17 @@ from fewbit.checkpoints.registry import recognize
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.checkpoints.torchao import TorchAo
 from fewbit.errors import CheckpointError, OutputError
+from fewbit.evaluation.verify import verify
+from fewbit.models.conversion.convert import convert
+from fewbit.models.load import load
+from fewbit.models.quantization.quantize import quantize
 from fewbit.numerics import QuantizedTensor, decode
 from fewbit.packing.registry import dequantize_record
 from fewbit.spec import LinearKey
 from fewbit.spec.element import E2M1
 from fewbit.spec.scheme import Scheme
 from tests.checkpoints.layers import KEYS, SHAPE, layer
+from tests.tiny_models import save_tiny_model
 
 ROWS, COLUMNS = 8, 64
 DTYPE = {"_type": "torch.dtype", "_data": "bfloat16"}
@@ -240,9 +245,35 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
         TensorFolder(tmp_path)
 
 
-def test_nothing_is_written() -> None:
-    assert "does not write" in str(TorchAo().refuse(KEYS["W8A16"], SHAPE))
-    with pytest.raises(OutputError, match="does not write"):
-        TorchAo().write(layer(KEYS["W8A16"]), KEYS["W8A16"])
-    with pytest.raises(OutputError, match="does not write"):
-        TorchAo().config({"m": KEYS["W8A16"]}, [])
+def test_what_is_not_written_is_named() -> None:
+    assert "hold no e2m1" in str(TorchAo().refuse(KEYS["NVFP4A16"], SHAPE))
+    with pytest.raises(OutputError, match="torchao cannot hold"):
+        TorchAo().write(layer(KEYS["NVFP4A16"]), KEYS["NVFP4A16"])
+    with pytest.raises(OutputError, match="not written with"):
+        TorchAo().config({"m": KEYS["NVFP4A16"]}, [])
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W3A16_ASYM", "W8A8"])
+def test_a_model_in_shards_is_read_by_its_metadata(scheme: str, tmp_path: Path) -> None:
+    size = 32 if scheme.startswith(("W4", "W3")) else None
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", scheme, group_size=size, effort="fast")
+    convert(tmp_path / "q", tmp_path / "ao", "torchao", max_shard_bytes=30_000)
+    assert len(list((tmp_path / "ao").glob("*.safetensors"))) > 2
+    files = TensorFolder(tmp_path / "ao")
+    names = json.loads(files.metadata["tensor_names"])
+    assert {name for name in files.metadata if name not in ("format", "tensor_names")} == set(names)
+    assert json.loads(files.metadata["model.norm.weight"]) == {"_type": "Tensor"}
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        ours, theirs = (load(tmp_path / name, device="cpu")(input_ids=ids).logits for name in ("ao", "q"))
+    assert torch.equal(ours, theirs)
+    assert verify(tmp_path / "ao").passed
+
+
+def test_a_model_is_quantized_into_it(tmp_path: Path) -> None:
+    quantize(
+        save_tiny_model(tmp_path / "model"), tmp_path / "q", "W4A16", group_size=32, format="torchao", effort="fast"
+    )
+    assert verify(tmp_path / "q").passed
+    kinds = {json.loads(text)["_type"] for text in TensorFolder(tmp_path / "q").metadata.values() if "_type" in text}
+    assert kinds == {"IntxUnpackedToInt8Tensor", "Tensor"}

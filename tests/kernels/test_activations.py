@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fewbit.kernels.activation.producer import gated, normed
 from fewbit.kernels.activation.rounding import GROUPS, MAX_COLUMNS, Rounding, rounding_obstacles
 from fewbit.numerics import QuantizedTensor, decode, dequantize
 from fewbit.numerics.activations import quantize_activations
@@ -121,3 +122,31 @@ def test_what_is_not_rounded_here_says_why(text: str, columns: int, words: str) 
     reasons = list(rounding_obstacles(QuantKey.parse(text), columns, batch_invariant=False))
     assert reasons
     assert words in reasons[0]
+
+
+PRODUCED = (
+    "e4m3:token:f32:dynamic", "int8:token:f32:dynamic", "int8:asym:token:f32:dynamic", "e4m3:tensor:f32",
+    "e4m3:group128:f32:dynamic", "e4m3:group32:e8m0:dynamic", "e2m1:group16:e4m3:dynamic/tensor:f32",
+)  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["gated", "normed"])
+@pytest.mark.parametrize("text", PRODUCED)
+def test_what_a_producer_makes_is_rounded_as_if_it_had_been_made_before(text: str, kind: str) -> None:
+    from fewbit.kernels.programs.activations import quantized
+
+    rounding, static = Rounding.of(text), static_scales(QuantKey.parse(text))
+    if "input_zero_point" in static:
+        static["input_zero_point"] = static["input_zero_point"].float()
+    both = (torch.randn(5, 2 * 1152, device=DEVICE) * 3).bfloat16()
+    x, up = both[:, :1152], both[:, 1152:]  # as halves of a joined projection lie
+    producer = gated(up) if kind == "gated" else normed(torch.rand(1152, device=DEVICE).bfloat16() + 0.5, 1e-5)
+    numbers, scales, _ = quantized(x, rounding, static, 1152, True, producer)
+    wanted, defined, _ = quantized(producer(x).contiguous(), rounding, static, 1152, True)
+    torch.testing.assert_close(scales, defined, rtol=2**-3 if rounding.scale_kind == "e4m3" else 2**-7, atol=0)
+    # A number that lies between two codes may fall to either: exponentials and sums end in other bits.
+    distance = (numbers.float() - wanted.float()).abs()
+    step = 1.01 if rounding.kind == "integer" else 0.13 * wanted.float().abs() + 0.51 * float(rounding.kind == "e2m1")
+    assert (distance <= step + 1e-6).all()
+    assert (distance == 0).float().mean() > 0.98

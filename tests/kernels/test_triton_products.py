@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from fewbit.errors import CheckpointError
+from fewbit.kernels.activation.producer import gated, normed
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear import products
-from fewbit.kernels.linear.product_layout import product_layout_of, product_numbers, product_tensors
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of, product_numbers, product_tensors
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.triton_fp8 import TritonFp8
 from fewbit.kernels.linear.triton_int8 import TritonInt8
 from fewbit.kernels.linear.triton_tiles import TritonTiles
 from fewbit.kernels.linear.triton_tiles_emulated import TritonTilesEmulated
 from fewbit.kernels.linear.triton_tiles_quantized import TritonTilesQuantized
+from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import DTYPES, KEYS, assert_close, expected, inputs, layer, moved, placed
@@ -75,6 +77,38 @@ def test_codes_stand_for_the_numbers_of_the_record(name: str, rows: int, columns
     assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
 
 
+def test_scales_of_blocks_are_prepared_as_torch_takes_them() -> None:
+    record = layer(KEYS["FP8_BLOCK"], 256, 640)
+    layout = product_layout_of(LinearRequest.of(record, KEYS["FP8_BLOCK"]), "e4m3")
+    assert layout is not None
+    assert vendor_multiplies(layout)
+    tensors = product_tensors(record, layout, with_sums=False)
+    assert tensors["block_scale"].shape == (2, 8)  # four of five groups and three that count nothing
+    assert torch.equal(tensors["block_scale"][:, :5], record["scale"].float())
+    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
+
+
+def test_fp4_whose_scales_are_far_apart_is_not_folded() -> None:
+    """E4M3 holds E2M1 times powers of two down to 2**-14; groups of zeros may have any scale."""
+    record = layer(KEYS["MXFP4 AF8"], 16, 256)
+    scale, codes = record["scale"].clone(), record["codes"].clone()
+    scale[:] = 120
+    scale[3, 1] = 120 - 14
+    codes[5, 32:64], scale[5, 1] = 8, 3
+    near = record.with_tensors(scale=scale, codes=codes)
+    scale = scale.clone()
+    scale[7, 2] = 120 + 1 - 16
+    far = record.with_tensors(scale=scale, codes=codes)
+    request = LinearRequest.of(record, KEYS["MXFP4 AF8"])
+    for one, folds in ((near, True), (far, False)):
+        prepared = FP8.prepare(one, request)
+        layout = ProductLayout.parse(prepared.constants["layout"])
+        assert layout.folds == folds
+        numbers = product_numbers(dict(prepared.tensors), layout)
+        torch.testing.assert_close(numbers, dequantize(one), rtol=0, atol=0)
+        assert (layout.decoded().group == 0) == folds
+
+
 @pytest.mark.parametrize("name", ["W8A8", "W4A8 g128"])
 def test_codes_beyond_the_element_are_an_error(name: str) -> None:
     weight = replace(KEYS[name].weight, element=replace(KEYS["W3A16"].weight.element))
@@ -110,6 +144,14 @@ def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.Mo
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "W8A8 asym static", "FP8_BLOCK", "W4A8 g128"])
+def test_codes_read_through_descriptors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scales of groups lie between, the plan does without descriptors."""
+    monkeypatch.setattr(products, "plan_for", lambda *_: Plan(32, 16, 4, 3, 3, described=True))
+    run(layer(KEYS[name], 80, 320), name, "bf16", (1, 33))
+
+
+@needs_triton
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK", "W4AF8 g128", "W4A16", "NVFP4"])
 def test_a_batch_invariant_layer_gives_a_row_the_same_bits_at_every_m(name: str) -> None:
     """Whatever rows are beside it; more rows than there are counters for at once, and several parts of K."""
@@ -129,3 +171,21 @@ def test_a_batch_invariant_layer_gives_a_row_the_same_bits_at_every_m(name: str)
         for rows in many[:-1]:
             assert torch.equal(kernel.run(x[:rows], prepared, None), whole[:rows]), (kernel.name, rows)
     assert ran
+
+
+@pytest.mark.parametrize("kind", ["gated", "normed"])
+@pytest.mark.parametrize("name", ["W8A8 asym", "FP8_DYNAMIC", "FP8_BLOCK", "W4AF8 g128"])
+def test_activations_are_made_and_rounded_in_one_operation(name: str, kind: str) -> None:
+    """As if the producer had run before, on any device; a batch-invariant layer has rows in several pieces."""
+    kernel, record = KERNELS[name], layer(KEYS[name], 32, 256)
+    for same_bits in (False, True):
+        request = LinearRequest.of(record, KEYS[name], batch_invariant=same_bits)
+        prepared = placed(kernel.prepare(record, request), DEVICE)
+        few = {**prepared.tensors, "counters": prepared.tensors["counters"][:1].clone()}
+        both = torch.randn(2, 35, 512, device=DEVICE).bfloat16()
+        x, up = both[..., :256], both[..., 256:]
+        producer = gated(up) if kind == "gated" else normed(torch.rand(256, device=DEVICE).bfloat16() + 0.5, 1e-6)
+        y = kernel.run_produced(x, producer, replace(prepared, tensors=few), None)
+        wanted = kernel.run(producer(x), prepared, None)
+        assert y.shape == (2, 35, 32)
+        torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)

@@ -112,9 +112,21 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", WAYS)
+def test_scales_folded_into_weights_give_the_same(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: Plan(folds=True))
+    run(layer(KEYS[name], 33, 576), name, dtype, (5, 2))
+
+
+@needs_triton
 @pytest.mark.parametrize(
-    "plan", [Plan(), Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(programs=1)]
-)
+    "plan",
+    [
+        Plan(), Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(programs=1),
+        Plan(described=True), Plan(64, 32, programs=3, folds=True, described=True),
+    ],
+)  # fmt: skip
 def test_every_plan_gives_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: plan)
     run(layer(KEYS["W4A16"], 128, 1280), "W4A16", "bf16", (1, 18))

@@ -44,6 +44,47 @@ def linear_layers(partial: PartialModel, block: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("most_held", [10**9, 0])
+def test_inputs_are_compared_with_those_of_the_unquantized_model(tmp_path: Path, family: str, most_held: int) -> None:
+    folder = save_tiny_model(tmp_path / "model", family, dtype=torch.float32)
+    stream, partial = stream_of(folder, reference=True, compares=True, most_held=most_held)
+    shifts: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
+    paths: dict[str, str] = {}
+
+    def solve(names: list[str], statistics: InputStatistics) -> dict[str, Tensor]:
+        assert statistics.mean_shift is not None and statistics.shifted == statistics.tokens
+        for name in names:
+            shifts[name] = statistics.mean_shift * statistics.shifted
+            changed[name] = partial.folder.load(f"{name}.weight") * 0.9
+        return {name: changed[name] for name in names}
+
+    for block in blocks_of(partial.model):
+        layers = linear_layers(partial, block)
+        paths |= layers
+        stream.solve(block, layers, solve)
+
+    seen: list[dict[str, list[Tensor]]] = []
+    for replaced in ({}, changed):
+        whole, inputs = load(folder, device="cpu", dtype=torch.float32), {}
+        for name, path in paths.items():
+            module = whole.get_submodule(path)
+            module.weight.data.copy_(replaced.get(name, module.weight))
+            module.register_forward_pre_hook(
+                lambda _, x, n=name, i=inputs: i.setdefault(n, []).append(x[0].flatten(0, 1))
+            )
+        with torch.no_grad():
+            whole(input_ids=WINDOWS)
+        seen.append(inputs)
+    for name, shift in shifts.items():
+        before, after = (torch.cat(found[name]) for found in seen)
+        assert torch.allclose(shift, (before - after).T @ after, rtol=1e-3, atol=1e-4), name
+    assert stream.reference[0].shape == stream.states[0].shape and not torch.equal(
+        stream.reference[0], stream.states[0]
+    )
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_neox"])
 def test_each_layer_sees_what_the_new_layers_before_it_put_out(tmp_path: Path, family: str) -> None:
     """The statistics of every layer are those of a whole forward pass in which all earlier layers are changed."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.registry import formats, writable
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, FewbitError, OutputError, SchemeError
 from fewbit.evaluation.layer_error import decoded_layers
@@ -26,7 +26,7 @@ from tests.tiny_models import VOCABULARY, save_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what files are warned of is tested where it is read
 
-WRITABLE = [name for name, found in formats().items() if found.in_safetensors and found.writes_layers]
+WRITABLE = writable()
 IDS = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
 
 # One of each kind of thing that a format must have a place for; `make test-grid` takes all there are.
@@ -73,7 +73,7 @@ def check_there_and_back(source: Path, to: str, folder: Path) -> None:
         report = convert(source, folder / "there", to)
     except OutputError as refusal:
         assert not (folder / "there").exists()
-        assert to in refusal.message and refusal.hint
+        assert to in refusal.message.lower() and refusal.hint
         return
     before = numbers(source)
     for layer in decoded_layers(StoredCheckpoint.open(folder / "there")):
@@ -82,7 +82,8 @@ def check_there_and_back(source: Path, to: str, folder: Path) -> None:
         else:
             assert torch.equal(layer.numbers, before.pop(layer.name))
     assert not before
-    if stored.format.name in WRITABLE and source.name not in ONE_WAY:
+    widened = formats()[to].widens  # what holds a few widths only need not lead back
+    if stored.format.name in WRITABLE and source.name not in ONE_WAY and not widened:
         back = convert(folder / "there", folder / "back", stored.format.name)
         assert back["rounded"] or report["rounded"] or hashes(folder / "back") == hashes(source)
 
@@ -312,7 +313,7 @@ def test_activations_are_dropped_only_on_demand(tmp_path: Path) -> None:
     ("to", "options", "error", "sentence"),
     [
         ("gtpq", {}, SchemeError, "Did you mean 'gptq'"),
-        ("gguf", {}, SchemeError, "folder of safetensors"),
+        ("mxfp4", {}, SchemeError, "not written for linear layers"),
         ("fp8", {"requantize": "W4A61"}, SchemeError, "Did you mean 'W4A16'"),
         ("fp8", {"requantize": "FP8"}, OutputError, "calibration"),
         ("fp8", {"requantize": "W4A16"}, OutputError, "fp8 cannot hold"),
@@ -323,8 +324,6 @@ def test_activations_are_dropped_only_on_demand(tmp_path: Path) -> None:
 def test_mistakes(
     quantized: Path, to: str, options: dict[str, Any], error: type[FewbitError], sentence: str, tmp_path: Path
 ) -> None:
-    if to not in formats() and to == "gguf":
-        pytest.skip("The plugin for GGUF is not installed.")
     with pytest.raises(error) as found:
         convert(quantized, tmp_path / "out", to, **options)
     assert sentence in str(found.value)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import OutputError, SchemeError
+from fewbit.evaluation.divergence import divergence
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
 from fewbit.models.quantization import statistics
@@ -135,6 +136,23 @@ def test_kept_statistics_quantize_again_without_a_forward_pass(
     weights = hashes(tmp_path / "first")["model.safetensors"], hashes(tmp_path / "sequential")["model.safetensors"]
     # Static scales come from the unquantized model either way; GPTQ's inputs differ.
     assert (weights[0] == weights[1]) == (asked["scheme"] == "FP8")
+
+
+def test_statistics_of_rotated_weights_are_kept_apart(source: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": "gptq", "group_size": 16, **SIZES}
+    rotated = {"transforms": ("rotation",), **settings}
+    quantize(source, tmp_path / "rotated", keep_statistics=tmp_path / "kept", **rotated)
+    quantize(source, tmp_path / "again", keep_statistics=tmp_path / "kept", **rotated)
+    assert hashes(tmp_path / "again") == hashes(tmp_path / "rotated")
+    with pytest.raises(OutputError, match="transforms"):
+        quantize(source, tmp_path / "plain", keep_statistics=tmp_path / "kept", **settings)
+    base = load(source, device="cpu", dtype=torch.float32)
+    ids = torch.arange(64).reshape(2, 32) % 61
+    quantize(source, tmp_path / "carried", **rotated)
+    found = [divergence(load(tmp_path / n, device="cpu", dtype=torch.float32), base, ids) for n in ("again", "carried")]
+    assert found[0].mean_kl < 2 * found[1].mean_kl  # inputs of other features would do far worse
+    with pytest.raises(SchemeError, match="before awq chooses scales"):
+        quantize(source, tmp_path / "q", keep_statistics=tmp_path / "awq", transforms=("awq",), **settings)
 
 
 def test_algorithms_that_kept_statistics_do_not_serve_are_refused(source: Path, tmp_path: Path) -> None:

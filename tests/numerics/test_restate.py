@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.numerics import QuantizedTensor, dequantize
-from fewbit.numerics.restate import reductions, restate, restatements
+from fewbit.numerics.restate import reductions, restate, restatements, widenings
 from fewbit.packing.registry import pack_record
 from fewbit.spec import CHANNEL, ELEMENTS, TENSOR, QuantKey, block, group
 from fewbit.spec.element import F16
@@ -88,6 +88,35 @@ def test_scales_that_differ_are_not_reduced() -> None:
     assert not list(reductions(record))
     record = record.with_tensors(scale=torch.full_like(record["scale"], 0.5))
     assert str(next(iter(reductions(record)))) == "int4:tensor:f32"
+
+
+@given(name=st.sampled_from(sorted(KEYS)), rows=st.integers(1, 140), columns=st.integers(1, 300))
+def test_wider_integers_hold_codes_less_their_zero_points(name: str, rows: int, columns: int) -> None:
+    record = layer(KEYS[name], (rows, columns))
+    for key in widenings(record):
+        again = restate(record, key)
+        again.validate()
+        assert key.symmetric and key.element.bits > record.key.element.bits and "zero_point" not in again
+        assert torch.equal(dequantize(again), dequantize(record)), key
+
+
+def test_int4_with_zero_points_is_int5_without() -> None:
+    key = QuantKey.parse("int4:asym:group4:f16")
+    codes, zeros = torch.tensor([[-8, 7, 0, 1]]).to(torch.int8), torch.tensor([[7]]).to(torch.int8)
+    record = QuantizedTensor(key, (1, 4), {"codes": codes, "scale": torch.ones(1, 1).half(), "zero_point": zeros})
+    wider = next(iter(widenings(record)))
+    assert str(wider) == "int5:group4:f16"
+    assert restate(record, wider)["codes"].tolist() == [[-15, 0, -7, -6]]
+
+
+@pytest.mark.parametrize(("scale", "exact"), [(2.0**-17 * 1.9921875, True), (2.0**-18 * 1.9921875, False)])
+def test_bf16_scales_are_f16_ones_where_these_are_fine_enough(scale: float, exact: bool) -> None:
+    record = layer(KEYS["int4:channel:bf16"], (2, 64))
+    record = record.with_tensors(scale=torch.full_like(record["scale"], scale))
+    found = [key for key in reductions(record) if key.scale.element == F16]
+    assert bool(found) == exact
+    for key in found:
+        assert torch.equal(dequantize(restate(record, key)), dequantize(record)), key
 
 
 def test_a_packed_record_is_not_restated() -> None:

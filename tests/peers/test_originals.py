@@ -8,17 +8,26 @@ installed without them, and a project that does not install or import is named i
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from fewbit.checkpoints.registry import formats
+from fewbit.evaluation.layer_error import decoded_layers
+from fewbit.kernels.select import Preference
+from fewbit.models.conversion.convert import convert
+from fewbit.models.load import load
+from fewbit.models.quantization.quantize import quantize
+from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import dequantize_record
 from fewbit.spec import LinearKey
 from tests.checkpoints.layers import layer
+from tests.tiny_models import VOCABULARY, save_tiny_model
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
 
@@ -109,6 +118,28 @@ def test_bitsandbytes_reads_8_bit_layers() -> None:
     tensors = formats()["bitsandbytes"].write(record, key)
     found = functional.int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
     torch.testing.assert_close(found, dequantize_record(record), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W3A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC"])
+def test_transformers_reads_torchao_folders(scheme: str, tmp_path: Path) -> None:
+    """By torchao's own tensor classes, in a folder of several files; activations of FP8 need a GPU there."""
+    original("torchao.prototype.safetensors.safetensors_support")
+    size = 32 if scheme.startswith(("W4", "W3")) else None
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", scheme, group_size=size, effort="fast")
+    options = {"drop_activations": scheme == "FP8_DYNAMIC", "max_shard_bytes": 60_000}
+    convert(tmp_path / "q", tmp_path / "ao", "torchao", **options)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ao", dtype=torch.bfloat16)
+    layers = list(decoded_layers(StoredCheckpoint.open(tmp_path / "q")))
+    assert len(layers) == 14
+    for one in layers:
+        weight = theirs.get_submodule(one.name).weight
+        assert type(weight).__module__.startswith("torchao"), one.name
+        torch.testing.assert_close(weight.dequantize().float(), one.numbers, rtol=2**-7, atol=0)  # in bfloat16
+    ids = torch.arange(24)[None] * 7 % VOCABULARY
+    with torch.no_grad():
+        ours = load(tmp_path / "ao", device="cpu", preference=Preference("reference"))(input_ids=ids).logits
+        found = theirs(input_ids=ids).logits
+    assert torch.nn.functional.cosine_similarity(ours.float(), found.float(), dim=-1).min() > 0.999
 
 
 def test_transformers_reads_gpt_oss_stacks() -> None:

@@ -34,7 +34,8 @@ def _nearest(steps, LOW: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, L
 
 @triton.jit
 def _solve(
-    weight, factor, drift, held, scale, zero, values, errors, factor_stride, drift_stride, features, rows,
+    weight, factor, drift, held, scale, zero, values, errors, factor_row, factor_column, drift_row, drift_column,
+    features, rows,
     LOW: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
     PANEL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -45,10 +46,10 @@ def _solve(
     seen = tl.zeros((PANEL, ROWS), dtype=tl.float32)
     for i in range(features):
         at = i * rows + row
-        column = tl.load(factor + index * factor_stride + i, mask=index < i, other=0.0)
+        column = tl.load(factor + index * factor_row + i * factor_column, mask=index < i, other=0.0)
         now = tl.load(weight + at, mask=inside, other=0.0) - tl.sum(column[:, None] * done, axis=0)
         if drift is not None:
-            column = tl.load(drift + index * drift_stride + i, mask=index < i, other=0.0)
+            column = tl.load(drift + index * drift_row + i * drift_column, mask=index < i, other=0.0)
             now += tl.sum(column[:, None] * seen, axis=0)
             seen = tl.where((index == i)[:, None], now[None, :], seen)
         own_scale = tl.load(scale + at, mask=inside, other=1.0)
@@ -62,7 +63,7 @@ def _solve(
             meaning = value * own_scale
         if held is not None:
             now = tl.load(held + at, mask=inside, other=0.0)
-        error = tl.math.div_rn(now - meaning, tl.load(factor + i * factor_stride + i) + tl.zeros_like(now))
+        error = tl.math.div_rn(now - meaning, tl.load(factor + i * (factor_row + factor_column)) + tl.zeros_like(now))
         done = tl.where((index == i)[:, None], error[None, :], done)
         tl.store(values + at, value, mask=inside)
         tl.store(errors + at, error, mask=inside)
@@ -81,7 +82,8 @@ def solve(
     features, rows = weight.shape
     given = [None if tensor is None else tensor.contiguous() for tensor in (weight, held, scale, zero)]
     values, errors = torch.empty_like(given[0]), torch.empty_like(given[0])
-    strides = (factor.stride(0), 0 if drift is None else drift.stride(0))
+    # Of triangular solves a GPU returns columns that are contiguous, a CPU rows.
+    strides = (*factor.stride(), *((0, 0) if drift is None else drift.stride()))
     _solve[(triton.cdiv(rows, ROWS),)](
         given[0], factor, drift, *given[1:], values, errors, *strides, features, rows,
         LOW=element.min, HIGH=element.max, BITS=-1 if element.is_integer else element.mantissa_bits,

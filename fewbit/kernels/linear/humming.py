@@ -43,7 +43,6 @@ class Humming(LinearKernel):
 
     name: ClassVar[str] = "humming"
     backend: ClassVar[str] = "humming"
-    untested: ClassVar[str] = "this backend follows the source of Humming 0.1.20 and has never run here"
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         return Refusal.first(_obstacles(request, hardware))

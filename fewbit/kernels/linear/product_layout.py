@@ -12,7 +12,7 @@ the second-level one, multiply the last sum.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import torch
@@ -23,11 +23,16 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
 from fewbit.kernels.linear.weight_tiles import group_of
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
-from fewbit.spec.element import E2M1, E4M3, Element
+from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 
 LONGEST_UNIT = 128
 SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
 """Kind -> fewest input features under one scale: tensor cores multiply 32 at a time, and so are bytes read."""
+BLOCK = 128
+BLOCKS_APART = 4
+FOLDED_GROUP = 32
+FOLDED_RANGE = 14
+"""E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
 _FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**6}
@@ -45,6 +50,10 @@ class ProductLayout:
         group: input features under one weight scale, 0 where one holds for a whole row.
         x_group: the same of the activations.
         scale_dtype: `bf16`, `f16` or `f32`.
+        block_rows: output features under one scale.
+        folds: whether weights decoded to E4M3 may hold their scales of groups: powers of two, none further than 2**-14
+            from the row's largest, which is in `row_scale`. They are stored as 2**12 times what is left of them:
+            decoded alone, numbers are 2**-6 of themselves, with what is left they are 2**6 times the product.
     """
 
     operand: str
@@ -54,6 +63,8 @@ class ProductLayout:
     group: int
     x_group: int
     scale_dtype: str
+    block_rows: int = 1
+    folds: bool = False
 
     @classmethod
     @cache
@@ -76,8 +87,9 @@ class ProductLayout:
 
     @property
     def run(self) -> int:
-        """Bytes of a row in a unit."""
-        return self.step if self.kind == "codes" else max(32, self.step // 2)
+        """Bytes of a row in a unit: whole lines of memory where K allows."""
+        fits = self.kind == "codes" or self.columns % (2 * self.step) == 0
+        return self.step if fits else max(32, self.step // 2)
 
     @property
     def unit(self) -> int:
@@ -98,13 +110,18 @@ class ProductLayout:
         """Bytes of all prepared tensors, counters and what activations need aside."""
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
-        return self.rows * (self.units * self.run + groups * size + 4)
+        blocks = self.rows // BLOCK * -(-groups // BLOCKS_APART) * BLOCKS_APART * 4 if self.in_blocks else 0
+        return self.rows * (self.units * self.run + groups * size + 4) + blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales lie in blocks of 128x128 on one side and groups of 128 on the other, as torch multiplies."""
+        square = (self.group, self.block_rows, self.x_group) == (BLOCK, BLOCK, BLOCK)
+        return square and self.kind == "codes" and self.operand == "e4m3" and self.rows % BLOCK == 0
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
-        return ProductLayout(
-            self.operand, "codes", self.rows, self.columns, self.group, self.x_group, self.scale_dtype
-        )  # fmt: skip
+        return replace(self, kind="codes", group=0 if self.folds else self.group)
 
 
 def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
@@ -131,6 +148,8 @@ def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | N
         group,
         Rounding.of(str(activation)).group,
         name if group else "f32",
+        key.granularity.rows if group and key.global_scale is None else 1,
+        (kind, group, key.scale.element) == ("e2m1", FOLDED_GROUP, E8M0) and not Rounding.of(str(activation)).group,
     )
     return layout if layout.step >= SHORTEST[kind] else None
 
@@ -155,7 +174,8 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         with_sums: whether activations have zero points, for which sums of rows are needed.
 
     Returns:
-        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty.
+        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty, and
+        `block_scale` float32 where torch has a product for scales in blocks.
 
     Raises:
         CheckpointError: a code lies outside the element's range.
@@ -164,17 +184,45 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     factor = _FACTORS.get((layout.kind, layout.operand), 1.0)
     if layout.group:
         scale = spread(decode(plain["scale"], plain.key.scale.element), plain, layout.group).t().contiguous()
-        scale = scale.to(SCALES[layout.scale_dtype])
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
+        if layout.folds:
+            largest = _largest_scales(plain, scale)
+            scale = torch.where(scale > largest, 1.0, scale / largest) * factor**2
+            row_scale = largest / factor
+        scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
             row_scale = row_scale * plain["global_scale"].flatten().float()
     else:
         scale, row_scale = torch.empty(0, device=codes.device), row_scales(plain) * factor
     tensors = {"weight": _stored(plain, layout), "scale": scale, "row_scale": row_scale.contiguous()}
+    if layout.in_blocks:
+        tensors["block_scale"] = _block_scales(scale, layout)
     sums = torch.empty(0, device=codes.device)
     if with_sums:
         sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
     return tensors | {"weight_sums": sums}
+
+
+def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
+    """float32 [N / 128, groups up to the next multiple of four] of scales [groups, N] that 128 rows have in common."""
+    blocks = scale[:, :: layout.block_rows].t().float()
+    return torch.nn.functional.pad(blocks, (0, -blocks.shape[1] % BLOCKS_APART)).contiguous()
+
+
+def can_fold(plain: QuantizedTensor) -> bool:
+    """Whether the scales of groups of a plain record are near enough to each other, see `ProductLayout.folds`."""
+    scale = decode(plain["scale"], plain.key.scale.element).t()
+    return bool((scale * 2.0**FOLDED_RANGE >= _largest_scales(plain, scale))[_has_numbers(plain)].all())
+
+
+def _largest_scales(plain: QuantizedTensor, scale: Tensor) -> Tensor:
+    """The largest scale [groups, N] of each row, [N], groups of zeros aside."""
+    return torch.where(_has_numbers(plain), scale, 0.0).amax(0).clamp(min=E8M0.smallest_positive)
+
+
+def _has_numbers(plain: QuantizedTensor) -> Tensor:
+    """Whether groups hold anything but zeros, [groups, N]."""
+    return (plain["codes"] & 7).ne(0).view(plain.shape[0], -1, FOLDED_GROUP).any(-1).t()
 
 
 def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from fewbit.kernels.activation.producer import Producer, producer_of, rows_of
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, triton_obstacles
-from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of, product_numbers, product_tensors
+from fewbit.kernels.linear.product_layout import (
+    ProductLayout,
+    can_fold,
+    product_layout_of,
+    product_numbers,
+    product_tensors,
+)
 from fewbit.kernels.linear.tile_plans import fixed_plan, plan_for, rows_at_once
+from fewbit.kernels.linear.vendor_products import vendor_multiplies, vendor_product
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name, interprets_triton
 from fewbit.numerics import QuantizedTensor, decode, dequantize
@@ -34,6 +43,8 @@ class ProductKernel(LinearKernel):
     """A kernel of 8-bit products: what it takes is its own, the rest is in this file."""
 
     backend: ClassVar[str] = "triton"
+
+    rounds_produced: ClassVar[bool] = True
 
     codes: ClassVar[str]
     """What both sides are multiplied as: `e4m3` or `int8`."""
@@ -57,6 +68,9 @@ class ProductKernel(LinearKernel):
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         return run_product(x, prepared, bias)
+
+    def run_produced(self, x: Tensor, producer: Producer, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        return run_product(x, prepared, bias, producer)
 
     def prepared_bytes(self, request: LinearRequest) -> int:
         return product_bytes(self._layout_of(request))
@@ -93,7 +107,10 @@ def prepare_product(record: QuantizedTensor, request: LinearRequest, layout: Pro
     """
     activation = request.key.activation
     assert activation is not None, "the request was refused"
-    tensors = product_tensors(unpack_record(record), layout, not activation.symmetric)
+    plain = unpack_record(record)
+    if layout.folds and not can_fold(plain):
+        layout = replace(layout, folds=False)
+    tensors = product_tensors(plain, layout, not activation.symmetric)
     tensors["counters"] = torch.zeros(COUNTERS, dtype=torch.int32, device=tensors["weight"].device)
     return Prepared(
         tensors | static_tensors(record, activation),
@@ -116,13 +133,15 @@ def static_tensors(record: QuantizedTensor, key: QuantKey) -> dict[str, Tensor]:
     return found
 
 
-def run_product(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """y = x @ W.T + bias."""
+def run_product(x: Tensor, prepared: Prepared, bias: Tensor | None, producer: Producer | None = None) -> Tensor:
+    """y = x @ W.T + bias, or of what the producer makes of x."""
     tensors, constants = prepared.tensors, prepared.constants
+    other, kind, epsilon = (producer.other, producer.kind, producer.epsilon) if producer else (None, "", 0.0)
     return _operation(
         x, tensors["weight"], tensors["scale"], tensors["row_scale"], tensors["weight_sums"], tensors["counters"],
-        tensors.get("input_scale"), tensors.get("input_zero_point"), bias, constants["layout"],
-        constants["activation"], constants["same_bits"],
+        tensors.get("block_scale"), tensors.get("input_scale"), tensors.get("input_zero_point"), bias,
+        constants["layout"],
+        constants["activation"], constants["same_bits"], other, kind, epsilon,
     )  # fmt: skip
 
 
@@ -133,8 +152,8 @@ def product_bytes(layout: ProductLayout | None) -> int:
 
 def _linear(
     x: Tensor, weight: Tensor, scale: Tensor, row_scale: Tensor, weight_sums: Tensor, counters: Tensor,
-    input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None, layout: str, activation: str,
-    same_bits: bool,
+    block_scale: Tensor | None, input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None,
+    layout: str, activation: str, same_bits: bool, other: Tensor | None, kind: str, epsilon: float,
 ) -> Tensor:  # fmt: skip
     parsed = ProductLayout.parse(layout)
     if x.numel() == 0:
@@ -144,65 +163,52 @@ def _linear(
     tensors = {
         "weight": weight, "scale": scale, "row_scale": row_scale, "weight_sums": weight_sums, "counters": counters
     }  # fmt: skip
-    flat = x.reshape(-1, parsed.columns).contiguous()
+    if block_scale is not None:
+        tensors["block_scale"] = block_scale
+    flat, producer = rows_of(x, parsed.columns), producer_of(other, kind, epsilon)
     if not (x.is_cuda or interprets_triton()):
-        product = _defined(flat, tensors, known, bias, parsed, activation)
+        product = _defined(flat, producer, tensors, known, bias, parsed, activation)
     elif same_bits:
-        rows = rows_at_once(parsed, counters.numel())
-        parts = [_multiplied(part, tensors, known, bias, parsed, activation, True) for part in torch.split(flat, rows)]
+        rows, parts = rows_at_once(parsed, counters.numel()), []
+        for start in range(0, flat.shape[0], rows):
+            some = None if producer is None else producer.over_rows(start, start + rows)
+            parts.append(_multiplied(flat[start : start + rows], some, tensors, known, bias, parsed, activation, True))
         product = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:
-        product = _multiplied(flat, tensors, known, bias, parsed, activation, False)
+        product = _multiplied(flat, producer, tensors, known, bias, parsed, activation, False)
     return product.view(*x.shape[:-1], parsed.rows)
 
 
 def _multiplied(
-    flat: Tensor, tensors: dict[str, Tensor], static: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
-    activation: str, same_bits: bool,
+    flat: Tensor, producer: Producer | None, tensors: dict[str, Tensor], static: dict[str, Tensor],
+    bias: Tensor | None, layout: ProductLayout, activation: str, same_bits: bool,
 ) -> Tensor:  # fmt: skip
     """On the device: codes of activations, then the product by the plan for its M."""
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
-    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False)
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
     tokens = flat.shape[0]
     plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
     if plan.decodes_first and layout.kind != "codes":
-        tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], layout)}
+        tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()
     if plan.decodes_first and vendor_multiplies(layout):
-        return _vendor(codes, x_scale, tensors, bias, flat.dtype)
+        return vendor_product(codes, x_scale, tensors, bias, layout, flat.dtype)
     return launch.multiply(codes, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
 
 
-def vendor_multiplies(layout: ProductLayout) -> bool:
-    """Whether torch has the product: E4M3 under scales of rows, extents that are multiples of 16, nothing padded."""
-    plain = layout.operand == "e4m3" and layout.kind == "codes" and not layout.group and not layout.x_group
-    return plain and layout.width == layout.columns and layout.rows % 16 == 0
-
-
-def _vendor(
-    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    tokens = codes.shape[0]
-    over_tokens = x_scale.reshape(-1, 1) if x_scale.dim() else x_scale.reshape(1, 1).repeat(tokens, 1)
-    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
-    product = torch._scaled_mm(
-        codes, tensors["weight"].t(), over_tokens, tensors["row_scale"].view(1, -1), bias=fused, out_dtype=dtype
-    )
-    return product if bias is None or fused is not None else product.add_(bias)
-
-
 def _defined(
-    flat: Tensor, tensors: dict[str, Tensor], static: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
-    activation: str,
+    flat: Tensor, producer: Producer | None, tensors: dict[str, Tensor], static: dict[str, Tensor], bias: Tensor | None,
+    layout: ProductLayout, activation: str,
 ) -> Tensor:  # fmt: skip
     """The product where no Triton program runs: numbers of both sides in float32."""
     key = QuantKey.parse(activation)
     if "input_zero_point" in static:
         offset = Rounding.of(activation).offset
         static = {**static, "input_zero_point": (static["input_zero_point"] + offset).to(torch.int32)}
-    numbers = dequantize(quantize_activations(flat, key, static))
+    made = flat if producer is None else producer(flat)
+    numbers = dequantize(quantize_activations(made, key, static))
     product = torch.nn.functional.linear(numbers, product_numbers(tensors, layout))
     return (product if bias is None else product + bias).to(flat.dtype)
 
@@ -213,8 +219,8 @@ def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 _operation = define(
     "linear_product(Tensor x, Tensor weight, Tensor scale, Tensor row_scale, Tensor weight_sums, Tensor counters, "
-    "Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, bool same_bits) "
-    "-> Tensor",
+    "Tensor? block_scale, Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, "
+    "bool same_bits, Tensor? other, str producer, float epsilon) -> Tensor",
     _linear,
     _fake,
 )

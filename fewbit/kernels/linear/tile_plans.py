@@ -24,7 +24,11 @@ class Plan:
         block_n, block_m: outputs of a program; block_n divides or is a multiple of the tile's rows.
         warps, stages: of a program; stages of words in flight.
         programs: equal chunks that the work is cut into, 0 for one to a block of outputs.
-        ahead: lines of 128 bytes of each row of weights that are fetched while x is being made, a power of two or 0.
+        ahead: what is fetched of the weights while x is being made, a power of two or 0: lines of 128 bytes of each row
+            of codes, units of tiles.
+        folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
+        described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
+            `programs` then share the blocks.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
@@ -35,6 +39,8 @@ class Plan:
     programs: int = 0
     decodes_first: bool = False
     ahead: int = 0
+    folds: bool = False
+    described: bool = False
 
 
 WeightLayout = TileLayout | ProductLayout
@@ -90,7 +96,7 @@ def plan_by_rule(layout: WeightLayout, tokens: int) -> Plan:
 
 
 def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
-    by_rows = not (layout.group or layout.x_group)
+    by_rows = not (layout.group or layout.x_group) or layout.folds
     if tokens > 64:  # sums of groups leave the tensor cores after each, which small blocks hide better
         blocks = (128, 128) if by_rows and layout.operand == "int8" else (64, 128)
         return Plan(*blocks, 4, 3, decodes_first=by_rows and layout.operand == "e4m3")

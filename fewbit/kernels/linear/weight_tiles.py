@@ -109,6 +109,11 @@ class TileLayout:
         recoded = self.scale_kind == "e8m0" and self.kind != "integer" and self.group == 32
         return self.scale_kind == "e5m3" or (recoded and dtype == torch.bfloat16)
 
+    def can_fold(self, dtype: torch.dtype) -> bool:
+        """Whether scales may multiply decoded numbers of the dtype: they have it, or decoding multiplies them in."""
+        same = {"bf16": torch.bfloat16, "f16": torch.float16}.get(self.scale_kind) == dtype
+        return same or not self.group or self.scales_operands(dtype)
+
     @property
     def groups(self) -> int:
         """Groups of a unit, 1 where a group is longer than a unit, 0 where scales hold for rows."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fewbit.kernels.activation.producer import Producer
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.programs.device import INTERPRETED, chains
 from fewbit.spec.element import F32
@@ -22,8 +23,9 @@ _CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint
 
 
 def quantized(
-    x: Tensor, rounding: Rounding, static: dict[str, Tensor], width: int, as_numbers: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, rounding: Rounding, static: dict[str, Tensor], width: int, as_numbers: bool,
+    producer: Producer | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Codes [M, width] of x [M, K] (zeros from K on), float32 scales, and float32 zero points [M] or [] or None.
 
     E2M1 codes come in pairs, uint8 [M, width / 2], the first in the lower half. Scales are [M], or [groups, M] without
@@ -31,12 +33,13 @@ def quantized(
     away and scales of groups other than f32 multiplied in, which is exact in bf16.
 
     Args:
-        x: [M, K], contiguous, not empty.
+        x: [M, K], each row contiguous, not empty.
         rounding: see `Rounding`.
         static: `input_scale` float32 [], `input_zero_point` float32 [], `input_global_scale` float64 [], as the key
             has them.
         width: at least K.
         as_numbers: numbers of x's dtype instead of codes.
+        producer: what is rounded instead of x itself.
     """
     tokens, columns = x.shape
     in_pairs = rounding.kind == "e2m1" and not as_numbers
@@ -49,13 +52,17 @@ def quantized(
     zero = None if rounding.symmetric else static.get("input_zero_point")
     if zero is None and not rounding.symmetric:
         zero = torch.empty_like(scales)
-    block = GROUPED_BLOCK if grouped else max(rounding.group, triton.next_power_of_2(width))
+    whole_rows = not grouped or (producer is not None and producer.kind == "normed")
+    block = max(rounding.group, triton.next_power_of_2(width)) if whole_rows else GROUPED_BLOCK
     chained = chains(x.device)
     constants = {"launch_pdl": True} if chained else {}
+    other = x if producer is None else producer.other
+    kind, epsilon = (producer.kind, producer.epsilon) if producer else ("plain", 0.0)
     round_rows[(tokens, triton.cdiv(width, block))](
-        x, codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
+        x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon,
+        codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
-        KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
+        PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
         CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
@@ -145,10 +152,53 @@ def group_scales(
 
 
 @triton.jit
+def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
+    """float32 numbers that the dtype holds; Triton's interpreter cuts bf16 off instead of rounding."""
+    if FUSED or DTYPE != tl.bfloat16:
+        return numbers.to(DTYPE).to(tl.float32)
+    else:
+        bits = numbers.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def produced(
+    numbers, other, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr
+):  # fmt: skip
+    """What a producer makes of part of a row [R, C], or of all of it for a norm, each step rounded to the dtype."""
+    if PRODUCER == "gated":
+        activated = numbers / (1.0 + tl.exp(-numbers))
+    else:
+        mean = tl.sum(tl.sum(numbers * numbers, axis=1), axis=0) / columns
+        activated = numbers * tl.rsqrt(mean + epsilon)
+    return rounded_to(rounded_to(activated, DTYPE, FUSED) * other, DTYPE, FUSED)
+
+
+@triton.jit
+def store_codes(
+    codes, rounded, row, place, width, KIND: tl.constexpr, AS_NUMBERS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores what numbers at `place` [BLOCK / SIZE, SIZE] of a row were rounded to, in the codes' dtype or in pairs."""
+    if KIND == "e2m1" and not AS_NUMBERS:
+        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
+        half += tl.arange(0, SIZE // 2)[None, :]
+        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
+        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
+    elif KIND == "integer" and not AS_NUMBERS:
+        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        tl.store(codes + row * width + place, stored, mask=place < width)
+    else:
+        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+
+
+@triton.jit
 def round_rows(
-    x, codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr,
-    DYNAMIC: tl.constexpr,
+    x, other, x_stride, other_stride, epsilon,
+    codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr,
+    CARRY: tl.constexpr, DYNAMIC: tl.constexpr,
     ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
     FUSED: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +209,10 @@ def round_rows(
     row = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = GROUP if GROUP > 0 else BLOCK
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    numbers = tl.load(x + row * columns + place, mask=place < columns, other=0.0).to(tl.float32)
+    numbers = tl.load(x + row * x_stride + place, mask=place < columns, other=0.0).to(tl.float32)
+    if PRODUCER != "plain":
+        factors = tl.load(other + row * other_stride + place, mask=place < columns, other=0.0).to(tl.float32)
+        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, x.dtype.element_ty, FUSED)
     factor = tl.full((BLOCK // SIZE,), 1.0, tl.float32)
     shift = tl.zeros((BLOCK // SIZE,), tl.float32)
     if GROUP > 0:
@@ -193,14 +246,4 @@ def round_rows(
             rounded *= factor[:, None]
     else:
         rounded = tl.where(place < columns, rounded - OFFSET, 0.0)
-    if KIND == "e2m1" and not AS_NUMBERS:
-        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
-        half += tl.arange(0, SIZE // 2)[None, :]
-        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
-        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
-    elif KIND == "integer" and not AS_NUMBERS:
-        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        tl.store(codes + row * width + place, stored, mask=place < width)
-    else:
-        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+    store_codes(codes, rounded, row, place, width, KIND, AS_NUMBERS, SIZE, BLOCK)

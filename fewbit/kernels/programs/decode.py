@@ -32,6 +32,13 @@ def field_assembly(kind: str, bits: int, index: int, is_bf16: bool) -> str:
 
 
 @triton.constexpr_function
+def product_assembly(is_bf16: bool) -> str:
+    """PTX that multiplies pairs of numbers $1 and $2; plus a negative zero, as bf16 has no product before 9.0."""
+    name = "bf16x2" if is_bf16 else "f16x2"
+    return "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn." + name + " $0, $1, $2, z; }"
+
+
+@triton.constexpr_function
 def _integer_bits(bits: int, index: int, is_bf16: bool) -> str:
     shift = f"shr.u32 t, $1, {bits * index};"
     if bits == 8 and is_bf16:
@@ -106,6 +113,18 @@ def field(
     if operand.dtype == tl.float16:
         numbers *= 5192296858534827628530496329220096.0  # 2**112
     return (numbers * operand.to(tl.float32)).to(operand.dtype)
+
+
+@triton.jit
+def multiplied(numbers, factors, PACKED: tl.constexpr):
+    """Products of numbers of a 16-bit dtype and factors of the same shape, each rounded once."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            product_assembly(numbers.dtype == tl.bfloat16), "=r,r,r", [numbers, factors], dtype=numbers.dtype,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (numbers.to(tl.float32) * factors.to(tl.float32)).to(numbers.dtype)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.weight_tiles import FRACTIONS, TileLayout
@@ -40,6 +41,11 @@ def _factor(layout: TileLayout, dtype: torch.dtype) -> float:
     return 1.0
 
 
+def _dots(layout: TileLayout, dtype: torch.dtype) -> int:
+    """Products of a unit where scales of groups multiply sums."""
+    return layout.groups if layout.groups > 1 and not layout.scales_operands(dtype) else 1
+
+
 def multiply_tiles(
     x: Tensor,
     tensors: Mapping[str, Tensor],
@@ -68,8 +74,11 @@ def launch_of(
     parts = 1 if chunk % layout.units == 0 else -(-layout.units // chunk) + 1
     partials = x.new_empty(parts * tokens * layout.rows if parts > 1 else 0, dtype=torch.float32)
     chained = chains(x.device)
+    described = plan.described and x.stride(0) % 8 == 0
+    depth = layout.run if plan.folds and layout.can_fold(x.dtype) else layout.unit // _dots(layout, x.dtype)
     arguments = (
-        x, tensors["tiles"], tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
+        TensorDescriptor.from_tensor(x, [plan.block_m, depth]) if described else x, tensors["tiles"],
+        tensors["scale_words"], tensors["zero_words"], tensors["row_scale"],
         tensors["row_scale"] if x_scale is None else x_scale, x if bias is None else bias, out, partials, counters,
         tokens, layout.rows, layout.columns, layout.units, chunk, layout.padded_rows, _factor(layout, x.dtype),
     )  # fmt: skip
@@ -77,7 +86,9 @@ def launch_of(
         "HAS_BIAS": bias is not None, "EVEN_K": layout.columns % layout.unit == 0, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "EXACT_DOT": INTERPRETED, "CHAINED": chained,
         "WHOLE": chunk == layout.units,
-        "X_SCALES": "none" if x_scale is None else "tokens" if x_scale.dim() else "one", "num_warps": plan.warps,
+        "X_SCALES": "none" if x_scale is None else "tokens" if x_scale.dim() else "one",
+        "FOLDS": plan.folds and layout.can_fold(x.dtype), "AHEAD": plan.ahead,
+        "DESCRIBED": described, "num_warps": plan.warps,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fewbit.kernels.linear.product_layout import CODES, SCALES, ProductLayout
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
-from fewbit.kernels.programs.products import decode_nibbles, multiply_codes
+from fewbit.kernels.programs.products import DEPTH, decode_nibbles, multiply_codes, multiply_described
 
-DECODED_AT_ONCE = 8  # units of a row
+DECODED_AT_ONCE = (8, 8)  # rows, units
 
 
 def multiply(
@@ -23,16 +24,46 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """y [M, N] of codes [M, width] with their scales and zero points, see `programs.activations.quantized`."""
     out = codes.new_empty(codes.shape[0], layout.rows, dtype=dtype)
-    grid, arguments, constants = launch_of(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
-    multiply_codes[grid](*arguments, **constants)
+    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    program, grid, arguments, constants = launch(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
+    program[grid](*arguments, **constants)
     return out
+
+
+def may_describe(layout: ProductLayout) -> bool:
+    """Whether the program that reads through descriptors multiplies the layout."""
+    return layout.kind == "codes" and layout.operand == "int8" and not (layout.group or layout.x_group)
+
+
+def described_launch_of(
+    codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
+    bias: Tensor | None, layout: ProductLayout, plan: Plan,
+) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The program, grid, arguments and compile-time arguments of `multiply_described`."""
+    tokens, weight = codes.shape[0], tensors["weight"]
+    blocks = triton.cdiv(layout.rows, plan.block_n) * triton.cdiv(tokens, plan.block_m)
+    chained = chains(codes.device)
+    arguments = (
+        TensorDescriptor.from_tensor(weight, [plan.block_n, DEPTH.value]),
+        TensorDescriptor.from_tensor(codes, [plan.block_m, DEPTH.value]), tensors["row_scale"], x_scale,
+        x_scale if x_zero is None else x_zero, tensors["weight_sums"], out if bias is None else bias, out,
+        tokens, layout.rows, layout.width,
+    )  # fmt: skip
+    constants = {
+        "OPERAND": layout.operand, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m,
+        "STAGES": plan.stages, "CHAINED": chained, "X_SCALES": "tokens" if x_scale.dim() else "one",
+        "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
+    }  # fmt: skip
+    if chained:
+        constants["launch_pdl"] = True
+    return multiply_described, (min(blocks, plan.programs or blocks),), arguments, constants
 
 
 def launch_of(
     codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
     bias: Tensor | None, layout: ProductLayout, plan: Plan,
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Grid, arguments and compile-time arguments of `multiply_codes`."""
+) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The program, grid, arguments and compile-time arguments of `multiply_codes`."""
     tokens = codes.shape[0]
     blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
     programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
@@ -48,7 +79,7 @@ def launch_of(
         tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk,
     )  # fmt: skip
     constants = {
-        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "DOTS": max(1, layout.unit // layout.step),
+        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
         "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
         "WHOLE": chunk == layout.units, "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",
@@ -56,17 +87,21 @@ def launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
-    return (-(-blocks * layout.units // chunk),), arguments, constants
+    return multiply_codes, (-(-blocks * layout.units // chunk),), arguments, constants
 
 
-def decode_weight(weight: Tensor, layout: ProductLayout) -> Tensor:
-    """Pairs of 4-bit codes [N, width / 2] as 8-bit operands [N, width]."""
+def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tensor:
+    """Pairs of 4-bit codes [N, width / 2] as 8-bit operands [N, width], times the scales of groups where they fold."""
     out = weight.new_empty(layout.rows, layout.width)
-    decode_nibbles[(layout.rows, triton.cdiv(layout.units, DECODED_AT_ONCE))](
-        weight, out, weight.shape[1], KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, UNITS=DECODED_AT_ONCE,
-        PACKED=HAS_ASSEMBLY, num_warps=4,
+    if layout.operand != "int8":
+        out = out.view(torch.float8_e4m3fn)
+    rows, units = DECODED_AT_ONCE
+    decode_nibbles[(triton.cdiv(layout.rows, rows), triton.cdiv(layout.units, units))](
+        weight, scale, out if layout.folds else out.view(torch.int8), layout.rows, weight.shape[1], layout.units,
+        KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, GROUP=layout.group or layout.unit,
+        FOLDS=layout.folds, ROWS=rows, UNITS=units, PACKED=HAS_ASSEMBLY, num_warps=4,
     )  # fmt: skip
-    return out if layout.operand == "int8" else out.view(torch.float8_e4m3fn)
+    return out
 
 
 def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
@@ -79,5 +114,6 @@ def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dty
         "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
-    _, arguments, constants = launch_of(codes, scales, None, out, tensors, None, layout, plan)
-    multiply_codes.warmup(*arguments, grid=(1,), **constants)
+    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    program, _, arguments, constants = launch(codes, scales, None, out, tensors, None, layout, plan)
+    program.warmup(*arguments, grid=(1,), **constants)

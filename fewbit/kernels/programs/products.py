@@ -14,7 +14,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fewbit.kernels.programs.decode import beside
+from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.nibbles import both_runs
 from fewbit.kernels.programs.outputs import finish, share
 
@@ -31,21 +31,12 @@ def block_of(tile, tiles_n, tiles_m):
     return inside // height, first + inside % height
 
 
-@triton.jit
-def fetch_ahead(addresses):
-    """Brings the lines of the addresses into the second-level cache and waits for nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
 # Not specialized by these numbers: every M would be a compilation of its own.
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply_codes(
     x, weight, scale, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters,
     M, N, width, stride, units, chunk,
-    KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
     X_ZEROS: tl.constexpr,
@@ -77,7 +68,7 @@ def multiply_codes(
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
-            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP,
+            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP,
             BLOCK_N, BLOCK_M, STAGES, PACKED,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
@@ -89,7 +80,7 @@ def multiply_codes(
             total = sum_of_codes(
                 x, weight, scale, x_scale, n, m, M, N, width, stride,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
-                KIND, OPERAND, RUN, DOTS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
+                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -97,43 +88,73 @@ def multiply_codes(
             )  # fmt: skip
 
 
+DEPTH = tl.constexpr(128)  # bytes of a row that a descriptor reads at a time: a whole line
+
+
+@triton.jit(do_not_specialize=["M"])
+def multiply_described(
+    weight, x, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, width, OPERAND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of outputs in turn, each over the whole of K, where no scale of a group lies between.
+
+    Args:
+        weight, x: descriptors of codes [N, width] and [M, width], read in blocks [BLOCK_N, DEPTH] and [BLOCK_M, DEPTH].
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0), flatten=True):
+        block_n, block_m = block_of(tile, tiles_n, tiles_m)
+        total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+        for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
+            words = weight.load([block_n * BLOCK_N, step * DEPTH])
+            total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        finish(
+            total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES,
+            X_ZEROS,
+        )  # fmt: skip
+
+
 @triton.jit
 def sum_of_codes(
     x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
-    RUN: tl.constexpr, DOTS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
-    UNIT: tl.constexpr = RUN if KIND == "codes" else 2 * RUN
-    DEPTH: tl.constexpr = UNIT // DOTS
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     WHOLE_SUMS: tl.constexpr = OPERAND == "int8" and GROUP == 0 and X_GROUP == 0
     row = tl.minimum(n, N - 1)
     token = tl.minimum(m, M - 1)
     words_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, RUN)[None, :]
-    x_at = x + token.to(tl.int64)[None, :] * width + tl.arange(0, DEPTH)[:, None]
+    x_at = x + token.to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), SUM if WHOLE_SUMS else tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
         words = tl.load(words_at + unit * RUN)
         if KIND != "codes":
             lower, upper = both_runs(words, KIND, OPERAND, PACKED)
-        for dot in tl.static_range(DOTS):
+        for index in tl.static_range(FIELDS):
             if KIND == "codes":
                 operand = words
-            elif DOTS == 1:
-                operand = beside(lower, upper)
-            elif dot == 0:
+            elif index == 0:
                 operand = lower
             else:
                 operand = upper
             if OPERAND == "e4m3" and KIND != "codes":
                 operand = operand.to(tl.float8e4nv, bitcast=True)
-            inputs = tl.load(x_at + (unit * UNIT + dot * DEPTH))
+            first = (unit * FIELDS + index) * RUN
+            inputs = tl.load(x_at + first)
             if WHOLE_SUMS:
                 total = tl.dot(operand, inputs, total, out_dtype=SUM)
             else:
                 product = tl.dot(operand, inputs, out_dtype=SUM).to(tl.float32)
-                first = unit * UNIT + dot * DEPTH
                 if GROUP > 0:
                     product *= tl.load(scale + (first // GROUP) * N + row).to(tl.float32)[:, None]
                 if X_GROUP > 0:
@@ -143,16 +164,39 @@ def sum_of_codes(
 
 
 @triton.jit
+def scaled_e2m1(codes, factors):
+    """int32 E2M1 codes times stored scales in E4M3, exactly; see `ProductLayout.folds`."""
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)  # f16 with the exponent counted from 14 less
+    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+    return (numbers * (factors.to(tl.float32) * 0.015625).to(tl.float16)).to(tl.float8e4nv)
+
+
+@triton.jit
 def decode_nibbles(
-    weight, out, stride, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr,
-    PACKED: tl.constexpr,
+    weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
+    GROUP: tl.constexpr, FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`UNITS` units of one row: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride]."""
-    row = tl.program_id(0).to(tl.int64)
+    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
+
+    Args:
+        FOLDS: operands are E4M3 and hold the scales [groups, N] as well.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    place = unit[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    inside = place < stride
-    lower, upper = both_runs(tl.load(weight + row * stride + place, mask=inside, other=0), KIND, OPERAND, PACKED)
-    to = out + row * 2 * stride + unit[:, None] * (2 * RUN) + tl.arange(0, RUN)[None, :]
+    of_units = (row < N)[:, None] & (unit < units)[None, :]
+    inside = of_units[:, :, None] & (tl.arange(0, RUN) < RUN)[None, None, :]
+    place = row[:, None, None] * stride + unit[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    words = tl.load(weight + place, mask=inside, other=0)
+    if FOLDS:
+        group = unit * (2 * RUN // GROUP)
+        at = scale + group[None, :] * N + row[:, None]
+        first = tl.load(at, mask=of_units, other=1.0)[:, :, None]
+        second = tl.load(at + RUN // GROUP * N, mask=of_units, other=1.0)[:, :, None]
+        codes = words.to(tl.int32)
+        lower = scaled_e2m1(codes & 15, first)
+        upper = scaled_e2m1((codes >> 4) & 15, second)
+    else:
+        lower, upper = both_runs(words, KIND, OPERAND, PACKED)
+    to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + tl.arange(0, RUN)[None, None, :]
     tl.store(to, lower, mask=inside)
     tl.store(to + RUN, upper, mask=inside)

@@ -15,7 +15,8 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fewbit.kernels.programs.decode import beside, columns, field, group_value, scale_number
+from fewbit.kernels.programs.decode import beside, columns, field, group_value, multiplied, scale_number
+from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.outputs import finish, share
 
 
@@ -94,6 +95,56 @@ def scaled_columns(
         return beside(lower, upper)
 
 
+@triton.jit
+def fetch_units(
+    tiles, first_row, unit, units, padded_rows, KK: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Brings `AHEAD` units of `BLOCK_N` rows into the second-level cache; rows of a tile lie together."""
+    HIGH: tl.constexpr = BLOCK_N if BLOCK_N < 64 else 64
+    last = padded_rows.to(tl.int64) * units * KK - 1
+    for part in tl.static_range(BLOCK_N // HIGH):
+        row = first_row + part * HIGH
+        start = (row // 64).to(tl.int64) * (units * 64 * KK) + unit * (64 * KK) + row % 64 * KK
+        fetch_ahead(tiles + tl.minimum(start + tl.arange(0, AHEAD * 64 * KK // 64) * 64, last))
+
+
+@triton.jit
+def scaled(
+    words, first, second, DOT: tl.constexpr, RUN: tl.constexpr, GROUP_SIZE: tl.constexpr, SCALE_KIND: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Field `DOT` of a unit with its scales multiplied in where `ONE` is wanted, else all of them."""
+    if ONE:
+        if DOT > 1:
+            return scaled_field(words, second, DOT, RUN, GROUP_SIZE, SCALE_KIND, KIND, BITS, ROWS, DTYPE, PACKED)
+        else:
+            return scaled_field(words, first, DOT, RUN, GROUP_SIZE, SCALE_KIND, KIND, BITS, ROWS, DTYPE, PACKED)
+    else:
+        return scaled_columns(words, first, second, RUN, GROUP_SIZE, SCALE_KIND, KIND, BITS, ROWS, DTYPE, PACKED)
+
+
+@triton.jit
+def operand_of(
+    words, first_word, second_word, scale_bits, zero_bits, sum_factor, DOT: tl.constexpr, PER: tl.constexpr,
+    KK: tl.constexpr, BASE: tl.constexpr, MAGIC: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    SCALE_KIND: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, HAS_ZERO: tl.constexpr, SCALED: tl.constexpr,
+    FOLDS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The left side of the `DOT`-th product of a unit: `PER` fields of its words, times scales where these fold."""
+    if SCALED:
+        return scaled(
+            words, first_word, second_word, DOT, KK, GROUP_SIZE, SCALE_KIND, KIND, BITS, FOLDS, ROWS, DTYPE, PACKED
+        )
+    else:
+        operand = added(zero_bits, BASE, HAS_ZERO, KK, ROWS, DTYPE)
+        numbers = columns(words, operand, DOT * PER, PER, KIND, BITS, MAGIC, PACKED)
+        if FOLDS and GROUPS > 0:
+            factors = scale_number(scale_bits, SCALE_KIND, sum_factor).to(DTYPE)
+            numbers = multiplied(numbers, tl.broadcast_to(factors[:, None], (ROWS, KK)), PACKED)
+        return numbers
+
+
 # Not specialized by these numbers: every M would be a compilation of its own.
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply(
@@ -103,7 +154,8 @@ def multiply(
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
     HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
-    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
+    CHAINED: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, FOLDS: tl.constexpr, AHEAD: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -113,22 +165,33 @@ def multiply(
         UNITS_PER_GROUP: units in a group where a group is at least as long as a unit.
         X_SCALES: `tokens` or `one` where x counts in units of scales, else `none`.
         WHOLE: a chunk is the whole of one block.
+        FOLDS: scales of groups multiply decoded numbers, each product rounded once to x's dtype, and sums stay with the
+            tensor cores; else they multiply sums.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
+        DESCRIBED: x is a descriptor, read in blocks as wide as the products are deep.
+        AHEAD: units of its first block that a program fetches meanwhile.
     """
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     program = tl.program_id(0)
     begin = program * chunk
+    if CHAINED:
+        if AHEAD > 0:
+            gdc_launch_dependents()
+            fetch_units(
+                tiles, begin // units // tiles_m * BLOCK_N, begin % units, units, padded_rows, KK, BLOCK_N, AHEAD
+            )
+        gdc_wait()
+        if AHEAD == 0:
+            gdc_launch_dependents()
     end = tl.minimum(begin + chunk, tl.cdiv(padded_rows, BLOCK_N) * tiles_m * units)
     if WHOLE:
         n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
         m = (program % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_units(
-            x, tiles, scale_words, zero_words, n, m, M, K, units, padded_rows, sum_factor, 0, units,
+            x, tiles, scale_words, zero_words, n, m, program % tiles_m * BLOCK_M, M, K, units, padded_rows, sum_factor,
+            0, units,
             KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED, EVEN_K,
-            BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
+            FOLDS, DESCRIBED, out.dtype.element_ty, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_scale, row_scale, bias, out, M, N, HAS_BIAS, X_SCALES, "none")
     else:
@@ -136,10 +199,10 @@ def multiply(
             n = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
             m = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
             total = sum_of_units(
-                x, tiles, scale_words, zero_words, n, m, M, K, units, padded_rows, sum_factor,
+                x, tiles, scale_words, zero_words, n, m, tile % tiles_m * BLOCK_M, M, K, units, padded_rows, sum_factor,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
                 KIND, BITS, KK, BASE, MAGIC, GROUPS, UNITS_PER_GROUP, SCALE_KIND, SCALE_BITS, HAS_ZERO, SCALED,
-                EVEN_K, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
+                EVEN_K, FOLDS, DESCRIBED, out.dtype.element_ty, BLOCK_N, BLOCK_M, STAGES, PACKED, EXACT_DOT,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_scale, row_scale, bias, out, partials,
@@ -148,27 +211,38 @@ def multiply(
 
 
 @triton.jit
+def inputs_of(x, first_m, m, first_k, M, K, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, DESCRIBED: tl.constexpr):
+    """The right side of a product, x [M, K] turned: `DEPTH` input features from `first_k` on of the rows m."""
+    if DESCRIBED:
+        return x.load([first_m, first_k]).T
+    else:
+        k = first_k + tl.arange(0, DEPTH)[:, None]
+        inside = (m < M)[None, :]
+        if not EVEN_K:
+            inside &= k < K
+        return tl.load(x + m.to(tl.int64)[None, :] * K + k, mask=inside, other=0.0)
+
+
+@triton.jit
 def sum_of_units(
-    x, tiles, scale_words, zero_words, n, m, M, K, units, padded_rows, sum_factor, begin, end,
+    x, tiles, scale_words, zero_words, n, m, first_m, M, K, units, padded_rows, sum_factor, begin, end,
     KIND: tl.constexpr, BITS: tl.constexpr, KK: tl.constexpr, BASE: tl.constexpr, MAGIC: tl.constexpr,
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
-    HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, EVEN_K: tl.constexpr, FOLDS: tl.constexpr,
+    DESCRIBED: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], row scales left out."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
     FIELDS: tl.constexpr = 16 // BITS
     UNIT: tl.constexpr = FIELDS * KK
-    DOTS: tl.constexpr = GROUPS if GROUPS > 1 and not SCALED else 1
+    OF_SUMS: tl.constexpr = GROUPS > 0 and not SCALED and not FOLDS
+    DOTS: tl.constexpr = FIELDS if FOLDS else GROUPS if OF_SUMS else 1
     PER: tl.constexpr = FIELDS // DOTS
     DEPTH: tl.constexpr = UNIT // DOTS
     SCALE_WORDS: tl.constexpr = (GROUPS + 3) // 4
     GROUP_SIZE: tl.constexpr = UNIT // GROUPS if GROUPS > 0 else UNIT
-    depth = tl.arange(0, DEPTH)
     words_at = tiles + (n // 64).to(tl.int64)[:, None] * (units * 64 * KK) + (n % 64)[:, None] * KK
     words_at += tl.arange(0, KK)[None, :]
-    x_at = x + m.to(tl.int64)[None, :] * K + depth[:, None]
-    inside_m = (m < M)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
         words = tl.load(words_at + unit * (64 * KK))
@@ -176,36 +250,33 @@ def sum_of_units(
         second_word = n
         if SCALED:
             first_word = tl.load(scale_words + unit * SCALE_WORDS * padded_rows + n)
-            second_word = first_word
-            if SCALE_WORDS == 2:
-                second_word = tl.load(scale_words + (unit * 2 + 1) * padded_rows + n)
+            second_word = tl.load(scale_words + (unit * SCALE_WORDS + SCALE_WORDS - 1) * padded_rows + n)
         for dot in tl.static_range(DOTS):
             scale_bits = n
             zero_bits = n
             if GROUPS > 0 and not SCALED:
-                scale_bits = of_group(scale_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, SCALE_BITS)
-            if HAS_ZERO:
-                zero_bits = of_group(zero_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, 8)
-            if SCALED:
-                weight = scaled_columns(
-                    words, first_word, second_word, KK, GROUP_SIZE, SCALE_KIND, KIND, BITS, BLOCK_N, DTYPE, PACKED
+                scale_bits = of_group(
+                    scale_words, n, padded_rows, unit // UNITS_PER_GROUP, dot * DEPTH // GROUP_SIZE, GROUPS, SCALE_BITS
                 )
-            else:
-                operand = added(zero_bits, BASE, HAS_ZERO, KK, BLOCK_N, DTYPE)
-                weight = columns(words, operand, dot * PER, PER, KIND, BITS, MAGIC, PACKED)
-            inside = inside_m
-            if not EVEN_K:
-                inside &= (unit * UNIT + dot * DEPTH + depth < K)[:, None]
-            inputs = tl.load(x_at + unit * UNIT + dot * DEPTH, mask=inside, other=0.0)
+            if HAS_ZERO:
+                zero_bits = of_group(
+                    zero_words, n, padded_rows, unit // UNITS_PER_GROUP, dot * DEPTH // GROUP_SIZE, GROUPS, 8
+                )
+            weight = operand_of(
+                words, first_word, second_word, scale_bits, zero_bits, sum_factor, dot, PER, KK, BASE, MAGIC, GROUPS,
+                GROUP_SIZE, SCALE_KIND, KIND, BITS, HAS_ZERO, SCALED, FOLDS, BLOCK_N, DTYPE, PACKED,
+            )  # fmt: skip
+            inputs = inputs_of(x, first_m, m, unit * UNIT + dot * DEPTH, M, K, DEPTH, EVEN_K, DESCRIBED)
             if EXACT_DOT:  # Triton's interpreter multiplies bf16 wrongly
-                product = tl.dot(weight.to(tl.float32), inputs.to(tl.float32))
-            else:
-                product = tl.dot(weight, inputs)
-            if GROUPS > 0 and not SCALED:
-                total += product * scale_number(scale_bits, SCALE_KIND, sum_factor)[:, None]
+                weight = weight.to(tl.float32)
+                inputs = inputs.to(tl.float32)
+            if FOLDS:
+                total = tl.dot(weight, inputs, total)
+            elif OF_SUMS:
+                total += tl.dot(weight, inputs) * scale_number(scale_bits, SCALE_KIND, sum_factor)[:, None]
             else:
                 # Not summed by the tensor cores: that would make every product wait for the one before.
-                total += product * sum_factor
+                total += tl.dot(weight, inputs) * sum_factor
     return total
 
 

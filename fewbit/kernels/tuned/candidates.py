@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+import torch
+
 from fewbit.kernels.linear.product_layout import ProductLayout
-from fewbit.kernels.linear.products import vendor_multiplies
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, is_possible
+from fewbit.kernels.linear.vendor_products import runs_on_hopper_alone, vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import TileLayout
 
 BLOCKS = {
@@ -42,6 +44,12 @@ DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 12
 """Blocks and warps and stages for weights that were decoded first."""
 
 
+def _vendor_has(layout: ProductLayout) -> bool:
+    """Whether torch multiplies such codes on this device."""
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return vendor_multiplies(layout) and (here or not runs_on_hopper_alone(layout))
+
+
 def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
     """Plans worth timing for a product of `tokens` rows."""
     if isinstance(layout, ProductLayout):
@@ -51,10 +59,10 @@ def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Itera
 
 
 def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
-    if vendor_multiplies(layout):
+    if _vendor_has(layout):
         yield Plan(decodes_first=True)
     elif layout.kind != "codes" and tokens >= DECODES_FIRST_FROM:
-        blocks = DECODED_BLOCKS[:1] if vendor_multiplies(layout.decoded()) else DECODED_BLOCKS
+        blocks = DECODED_BLOCKS[:1] if _vendor_has(layout.decoded()) else DECODED_BLOCKS
         yield from (Plan(*block, decodes_first=True) for block in blocks)
     widest = next((width for width in PRODUCT_BLOCKS if width >= tokens), max(PRODUCT_BLOCKS))
     widths = [width for width in PRODUCT_BLOCKS if width <= widest]

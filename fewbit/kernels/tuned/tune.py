@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
-from fewbit.kernels.linear.products import vendor_multiplies
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, using_plans
+from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.candidates import candidates

@@ -23,18 +23,20 @@ class CacheConversion:
         key: what the source's configuration says, None where it says nothing.
         target: the format to write, or the dtype of a plain checkpoint.
         scales: names on disk of what belongs to the cache in the source.
+        carries: whether the result has room for tensors that its format does not know.
     """
 
     key: QuantKey | None
     target: CheckpointFormat | torch.dtype
     scales: tuple[str, ...]
+    carries: bool = True
 
     @classmethod
     def of(
-        cls, key: QuantKey | None, target: CheckpointFormat | torch.dtype, tensors: Iterable[str]
+        cls, key: QuantKey | None, target: CheckpointFormat | torch.dtype, tensors: Iterable[str], carries: bool = True
     ) -> CacheConversion:
         """The cache of a checkpoint that has `tensors`, names on disk."""
-        return cls(key, target, tuple(name for name in tensors if cache_scale_name(name)))
+        return cls(key, target, tuple(name for name in tensors if cache_scale_name(name)), carries)
 
     def configured(self, config: dict[str, Any]) -> dict[str, Any]:
         """The configuration with the cache's key, where the format has a place for it."""
@@ -51,7 +53,8 @@ class CacheConversion:
         parsed = cache_scale_name(name)
         known = parsed is not None and parsed.what == "scale" and {*parsed.sides} <= {"k", "v"}
         if parsed is None or not known or self.key is None or self._obstacle(config) is not None:
-            yield name, scale
+            if self.carries:
+                yield name, scale
             return
         assert isinstance(self.target, CheckpointFormat)
         for side in parsed.sides:
@@ -59,7 +62,8 @@ class CacheConversion:
 
     def note(self, config: dict[str, Any]) -> str:
         """What the result does not say of the cache; empty where it says all."""
-        carried = f", {len(self.scales)} scales are carried along under their names" if self.scales else ""
+        fate = "carried along under their names" if self.carries else "left out"
+        carried = f", {len(self.scales)} scales are {fate}" if self.scales else ""
         if self.key is None:
             return f"The configuration does not mention a quantized KV cache{carried}." if self.scales else ""
         obstacle = self._obstacle(config)

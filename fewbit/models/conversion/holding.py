@@ -7,9 +7,8 @@ format and a multiplier in the other is rounded to float32 once, and the outcome
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from fewbit.checkpoints.dtypes import header_of
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.errors import FewbitError, OutputError
 from fewbit.numerics import QuantizedTensor
-from fewbit.numerics.restate import reductions, restate, restatements
+from fewbit.numerics.restate import reductions, restate, restatements, widenings
 from fewbit.packing.registry import unpack_record
-from fewbit.spec.key import LinearKey
+from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.scheme import Scheme
 
 ONE_ROUNDING = 2.0**-23
@@ -48,6 +47,19 @@ class CannotHoldError(OutputError):
     """A format has no place for a layer."""
 
 
+def equivalents(target: CheckpointFormat, record: QuantizedTensor) -> Iterator[QuantKey]:
+    """Keys under which a plain record stands for the same numbers, its own first, as far as `target` uses them."""
+    yield from restatements(record)
+    yield from reductions(record)
+    if target.widens:
+        yield from widenings(record)
+
+
+def depends_on_scales(record: QuantizedTensor, key: QuantKey) -> bool:
+    """Whether an equivalent key is one that other records under the same key may not have."""
+    return key not in restatements(record)
+
+
 def hold(
     target: CheckpointFormat,
     record: QuantizedTensor,
@@ -56,7 +68,7 @@ def hold(
     class_name: str = "Linear",
     zero_points: bool = False,
 ) -> Held:
-    """A record as `target` holds it: under its own key if it can, else under the first of its restatements that it can.
+    """A record as `target` holds it: under its own key if it can, else under the first of its equivalents that it can.
 
     Args:
         target: the format.
@@ -70,8 +82,8 @@ def hold(
     """
     if len(record.shape) > 2:
         raise CannotHoldError(f"{target.name} is written for single layers, found a stack of {record.shape[0]} experts")
-    shape, reason = (record.shape[-2], record.shape[-1]), ""
-    for weight in chain(restatements(record), reductions(record)):
+    shape, reason, plain = (record.shape[-2], record.shape[-1]), "", unpack_record(record)
+    for weight in equivalents(target, plain):
         if zero_points and weight.symmetric and weight.element.is_integer:
             continue
         candidate = replace(key, weight=weight)
@@ -80,10 +92,10 @@ def hold(
             reason = reason or refusal
             continue
         try:
-            return hold_as(target, restate(unpack_record(record), weight), candidate, name, class_name)
+            return hold_as(target, restate(plain, weight), candidate, name, class_name)
         except CannotHoldError as error:
             reason = reason or error.message
-    raise CannotHoldError("; ".join([*_obstacles(target, key, record), reason]))
+    raise CannotHoldError("; ".join([*_obstacles(target, key, plain), reason]))
 
 
 def without_activations(record: QuantizedTensor) -> QuantizedTensor:
@@ -98,11 +110,17 @@ def _obstacles(target: CheckpointFormat, key: LinearKey, record: QuantizedTensor
     weight = key.weight
     if not weight.symmetric and not target.refuse(replace(key, weight=replace(weight, symmetric=True)), shape):
         found.append(f"{weight} has zero points, {target.name} has none for such weights")
-    if key.activation and not target.refuse(replace(key, activation=None), shape):
+    weights = (replace(key, weight=one, activation=None) for one in equivalents(target, record))
+    if key.activation and any(not target.refuse(one, shape) for one in weights):
         found.append(
             f"activations are quantized to {key.activation}, for which {target.name} has no place beside such weights "
             "(--drop-activations leaves them unquantized)"
         )
+    in_order = replace(record, tensors={role: one for role, one in record.tensors.items() if role != "order"})
+    if "order" in record and any(
+        not target.refuse(replace(key, weight=one), shape) for one in equivalents(target, in_order)
+    ):
+        found.append(f"the input features are in act-order, for which {target.name} has no place")
     return found
 
 

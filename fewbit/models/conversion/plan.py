@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbit.checkpoints.interface import CheckpointFormat, StoredLayer
 from fewbit.errors import OutputError, SchemeError, closest
-from fewbit.models.conversion.holding import CannotHoldError, hold, without_activations
+from fewbit.models.conversion.holding import CannotHoldError, depends_on_scales, hold, without_activations
 from fewbit.models.conversion.requantize import cheapest, requantized_key, requantizing_scheme
 from fewbit.models.conversion.treatment import CarriedOver, Dequantized, QuantizedAnew, Treatment, dense
 from fewbit.models.families import joined_members
@@ -21,7 +21,7 @@ from fewbit.models.names import config_dtype
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import QuantizedTensor, float_element
 from fewbit.numerics.ranges import global_scale_of
-from fewbit.numerics.restate import reductions
+from fewbit.packing.registry import unpack_record
 from fewbit.spec.element import Element
 from fewbit.spec.key import LinearKey
 from fewbit.spec.pattern import matches, unmatched
@@ -108,6 +108,9 @@ class ConversionPlan:
         assert layer.stored is not None
         return self.stored.record(layer.name, layer.stored, layer.shape)
 
+    def _plain_record(self, layer: CheckpointLayer) -> QuantizedTensor:
+        return unpack_record(self.record(layer))
+
     def config(self, roles: frozenset[str]) -> dict[str, Any]:
         """The `quantization_config` to write, for layers whose records have `roles`.
 
@@ -183,8 +186,8 @@ class ConversionPlan:
                 continue
             carried = CarriedOver(target, held.key)
             # What one layer's scales happen to allow, those of others may not.
-            reduced = held.key.weight in reductions(record)
-            unlike = next((one for one in members[1:] if reduced and not carried.holds(self.record(one))), None)
+            reduced = depends_on_scales(record, held.key.weight)
+            unlike = next((one for one in members[1:] if reduced and not carried.holds(self._plain_record(one))), None)
             if unlike is not None:
                 refused[kind] = f"{target.name} holds {first.name} as {held.key}, and {unlike.name} is no such layer"
                 continue
@@ -196,8 +199,12 @@ class ConversionPlan:
             raise self._refusal(target, left, list(dict.fromkeys(refused.values())))
         if not left:
             return treatments
+        return treatments | self._anew(target, left, self._scale_element(target, treatments))
+
+    def _scale_element(self, target: CheckpointFormat, treatments: Mapping[str, Treatment]) -> Element:
+        """What the 16-bit scales of presets are stored in: like those that layers keep, if all are alike."""
         kept = {one.key.weight.scale.element for one in treatments.values() if isinstance(one, CarriedOver)}
-        return treatments | self._anew(target, left, kept.pop() if len(kept) == 1 else float_element(self.dtype))
+        return target.scale_element or (kept.pop() if len(kept) == 1 else float_element(self.dtype))
 
     def _anew(self, target: CheckpointFormat, layers: list[CheckpointLayer], scale: Element) -> dict[str, Treatment]:
         """`layers` quantized by the preset, their 16-bit scales in `scale`, which the other layers have."""
@@ -228,7 +235,9 @@ class ConversionPlan:
             hint = f"--dequantize {example.name} writes it plain."
         else:
             numbers, bits = dense(self.record(example)), example.stored.key.weight.bits_per_weight(example.shape)
-            cost = cheapest(target, numbers, bits, {_matrix(layer) for layer in layers}, float_element(self.dtype))
+            cost = cheapest(
+                target, numbers, bits, {_matrix(layer) for layer in layers}, self._scale_element(target, {})
+            )
             hint = f"{cost}, measured on this layer." if cost else "No preset fits this format here."
         return OutputError(
             f"{target.name} cannot hold {example.name}{more} as they are: {reasons[0]}.{rest}"

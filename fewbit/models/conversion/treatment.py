@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fewbit.checkpoints.interface import CheckpointFormat
-from fewbit.models.conversion.holding import CannotHoldError, Held, hold_as, without_activations
+from fewbit.models.conversion.holding import CannotHoldError, Held, equivalents, hold_as, without_activations
 from fewbit.models.layers import CheckpointLayer
 from fewbit.numerics import QuantizedTensor, quantize
-from fewbit.numerics.restate import reductions, restate, restatements
+from fewbit.numerics.restate import restate
 from fewbit.packing.registry import dequantize_record, unpack_record
 from fewbit.spec.key import LinearKey
 from fewbit.spec.scheme import Scheme
@@ -63,7 +62,7 @@ class Treatment(ABC):
 
 @dataclass(frozen=True)
 class CarriedOver(Treatment):
-    """The same codes under `key`, which is the layer's own or a restatement of it."""
+    """The same codes under `key`, which is the layer's own or an equivalent of it."""
 
     method: ClassVar[str] = "carried over"
 
@@ -71,17 +70,18 @@ class CarriedOver(Treatment):
     key: LinearKey
 
     def holds(self, record: QuantizedTensor) -> bool:
-        """Whether the record stands for the same numbers under the key."""
-        return self.key.weight in chain(restatements(record), reductions(record))
+        """Whether a plain record stands for the same numbers under the key."""
+        return self.key.weight in equivalents(self.target, record)
 
     def write(self, layer: CheckpointLayer, record: QuantizedTensor, scheme: Scheme | None) -> Written:
         if self.key.activation is None:
             record = without_activations(record)
-        if not self.holds(record):
+        plain = unpack_record(record)
+        if not self.holds(plain):
             raise CannotHoldError(f"{layer.name} does not stand for the same numbers under {self.key}")
-        restated = restate(unpack_record(record), self.key.weight)
+        restated = restate(plain, self.key.weight)
         held = hold_as(self.target, restated, self.key, layer.name, layer.class_name or "Linear", scheme)
-        return _written(held, dequantize_record(record))
+        return _written(held, dequantize_record(plain))
 
 
 @dataclass

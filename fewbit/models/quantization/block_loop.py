@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
-from fewbit.models.quantization.outcome import outcome_of
+from fewbit.models.quantization.done_unit import DoneUnit, OneBehind
+from fewbit.models.quantization.outcome import LayerOutcome, outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
 from fewbit.models.quantization.ranks import ALONE, Ranks
+from fewbit.models.quantization.row_shares import put_together
 from fewbit.models.quantization.solver import LayerSolver
 from fewbit.models.quantization.statistics import BlockStatistics, StatisticsStore
 from fewbit.models.quantization.transforms.registry import of_recipe
@@ -79,7 +81,7 @@ class Run:
         self.algorithm: Algorithm = algorithm(plan.recipe.algorithm, plan.recipe.settings)
         config = read_config(source)
         keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
-        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device)
+        self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device, ranks)
         self.folder = self.transforms.weights
         # Few CPUs multiply 16-bit floats as fast as float32.
         self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
@@ -102,22 +104,19 @@ class Run:
         if any(count != finished for count in counts):
             raise OutputError(f"Not every process sees {work.path}.", "Write to a place that all of them share.")
         stream = self._stream() if finished < len(self.units) else None
-        for number, (block, names) in enumerate(self.units.items()):
-            if number >= finished:
-                tensors, facts = self._unit(stream, block)
-                if self.ranks.writes:
-                    work.add(tensors, facts)
-            elif stream is not None and block:
-                self.transforms.enter(stream, block)
-                stream.replay(block, self._finished_weights(block, work.unit(number)))
-            self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
+        with OneBehind(apart=self.device.type != "cpu") as finishing:
+            for number, (block, names) in enumerate(self.units.items()):
+                if number >= finished:
+                    unit = self._unit(stream, block)
+                    if unit is not None:
+                        finishing.do(lambda unit=unit: work.add(unit.tensors, unit.facts()))
+                elif stream is not None and block:
+                    self.transforms.enter(stream, block)
+                    stream.replay(block, self._finished_weights(block, work.unit(number)))
+                self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
 
-    def _unit(self, stream: BlockStream | None, block: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of a unit that differ from the source's, by their names on disk, and the facts about them.
-
-        Facts: `made`, tensor of the source -> tensors that take its place; `added`, tensors that take none; `outcomes`
-        of layers; what `transforms` did.
-        """
+    def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
+        """What a unit became; None in processes that do not write."""
         transforms = self.transforms.enter(stream, block)
         written: Mapping[str, WrittenLayer] = {}
         if block and self.store is not None:
@@ -125,10 +124,10 @@ class Run:
         elif block and stream is not None:
             written = self._through(stream, block)
         if not self.ranks.writes:
-            return {}, {}
+            return None
         tensors: dict[str, Tensor] = {}
         made: dict[str, list[str]] = {}
-        outcomes = []
+        outcomes: list[Callable[[], LayerOutcome]] = []
         for name in self.units[block]:
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is None or name != f"{layer.name}.weight":
@@ -139,10 +138,10 @@ class Run:
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
             tensors |= found
             made[name] = list(found)
-            outcomes.append(vars(outcome_of(layer, self.folder.load(name), own, self.solver.input_seen(layer))))
+            known = (layer, self.folder.load(name), own, self.solver.input_seen(layer))
+            outcomes.append(partial(outcome_of, *known))
         scales = dict(self._cache_scales(block)) if block else {}
-        facts = {"made": made, "added": list(scales), "outcomes": outcomes, "transforms": transforms}
-        return tensors | scales, facts
+        return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
 
     def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
         """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
@@ -173,7 +172,8 @@ class Run:
         windows = self.ranks.share(self.calibration.windows).to(self.device)
         tunes = self.algorithm.refines_blocks
         batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
-        how = {"reference": tunes, "most_held": self.most_held, "ranks": self.ranks}
+        compares = self.algorithm.compares_inputs
+        how = {"reference": tunes or compares, "compares": compares, "most_held": self.most_held, "ranks": self.ranks}
         return BlockStream(self.model, self.partial.filled, windows, batch, **how)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
@@ -207,7 +207,8 @@ class Run:
             refined = self.algorithm.refine(
                 BlockTask(tasks, results, batches, output, target, dtype, self.ranks.sum_in_place)
             )
-            return finish({name: self.solver.with_input_scale(tasks[name], result) for name, result in refined.items()})
+            scaled = {name: self.solver.with_input_scale(tasks[name], result) for name, result in refined.items()}
+            return finish(self._of_first(scaled))
 
         if self.algorithm.refines_blocks:
             stream.solve(block, inside, solve, refine)
@@ -221,15 +222,22 @@ class Run:
         return written
 
     def _solve_together(self, names: list[str], statistics: InputStatistics) -> dict[str, LayerResult]:
-        """Layers that read one input, each solved by one process."""
-        sizes = [prod(self.layers[name].shape) for name in names]
-        own = [names[index] for index in self.ranks.own(sizes)]
-        found = self.solver.solve(own, statistics) if own else {}
+        """Layers that read one input; of several processes each solves some of their rows."""
         if self.ranks.count == 1:
-            return found
-        onto = {name: replace(result, record=result.record.to("cpu")) for name, result in found.items()}
-        results = {name: result for one in self.ranks.everyones(onto) for name, result in one.items()}
-        return {name: replace(results[name], record=results[name].record.to(self.device)) for name in names}
+            return self.solver.solve(names, statistics)
+        own = self.solver.solve_rows(names, statistics, self.ranks.rank, self.ranks.count)
+        shares = self.ranks.everyones(own)
+        return {name: self._here(put_together([one[name] for one in shares if name in one])) for name in names}
+
+    def _here(self, result: LayerResult) -> LayerResult:
+        return replace(result, record=result.record.to(self.device))
+
+    def _of_first(self, results: Mapping[str, LayerResult]) -> dict[str, LayerResult]:
+        """What the first process made of layers that all of them have solved, lest the last digits decide."""
+        if self.ranks.count == 1:
+            return dict(results)
+        found = self.ranks.first({name: replace(one, record=one.record.to("cpu")) for name, one in results.items()})
+        return {name: self._here(result) for name, result in found.items()}
 
     def _by_statistics(self, block: BlockStatistics) -> dict[str, WrittenLayer]:
         """Quantizes the layers of a block by statistics that were kept."""
@@ -256,7 +264,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """The `quantization_config` to write."""
-        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain)
+        config = stated_config(self.checkpoint, self.layers.values(), self.plan.plain, self.plan.recipe)
         return self.checkpoint.with_kv_cache(config, self.cache_key) if self.cache_key else config
 
     def recipe(self) -> Recipe:

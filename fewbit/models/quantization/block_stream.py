@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model
 from fewbit.models.kv_cache import CacheWatch
-from fewbit.models.quantization.passes import HeldPasses, LiveBytes, RepeatedPasses
+from fewbit.models.quantization.hooks import hooked
+from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Reference, RepeatedPasses
 from fewbit.models.quantization.ranks import ALONE, Ranks
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
@@ -59,6 +61,7 @@ class BlockStream:
         windows: int64 [count, length], on the device of what `filled` fills.
         batch: windows that pass together.
         reference: whether the states of the unquantized model are carried beside those of the quantized one.
+        compares: whether `solve` gets statistics of how inputs differ between the two; needs `reference`.
         most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
         ranks: the processes that carry the other windows.
 
@@ -75,7 +78,9 @@ class BlockStream:
         reference: bool = False,
         most_held: int = MOST_HELD,
         ranks: Ranks = ALONE,
+        compares: bool = False,
     ) -> None:
+        self.compares = compares
         self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
@@ -167,12 +172,15 @@ class BlockStream:
         """
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            for index, state in enumerate(self.reference):
-                self.reference[index] = self._forward(block, path, index, state)
             groups, held = self._shared_inputs(block, path, layers)
             groups = self.ranks.first(groups)
-            kind = RepeatedPasses if held * len(self.states) > self.most_held else HeldPasses
-            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups)
+            beside = 2 if self.compares else 1
+            kind = RepeatedPasses if beside * held * len(self.states) > self.most_held else HeldPasses
+            reference = self._unquantized(block, path, kind is RepeatedPasses) if self.compares else None
+            if reference is None:
+                for index, state in enumerate(self.reference):
+                    self.reference[index] = self._forward(block, path, index, state)
+            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups, reference)
             with self._before_each(layers, passes.stop):
                 while (group := self.ranks.earliest(passes.waiting())) is not None:
                     features = self.model.get_submodule(layers[groups[group][0]]).in_features
@@ -180,6 +188,7 @@ class BlockStream:
                     for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
                     passes.final.update(groups[group])
+            self.reference = passes.reference_outputs or self.reference
             if refine is None:
                 self.states = passes.outputs
                 return
@@ -187,6 +196,19 @@ class BlockStream:
                 self.model.get_submodule(layers[name]).weight.copy_(weight)
             for index in range(len(self.states)):
                 self.states[index] = self._forward(block, path, index)
+
+    def _unquantized(self, block: nn.Module, path: str, repeated: bool) -> Reference:
+        """The unquantized model's passes; with a copy of its weights where they begin anew when these are replaced."""
+        tokens = [state.shape[:-1].numel() for state in self.reference]
+        if not repeated:
+            return Reference(lambda index: self._forward(block, path, index, self.reference[index]), tokens)
+        weights = {name: parameter.clone() for name, parameter in block.named_parameters()}
+
+        def forward(index: int) -> Tensor:
+            arguments = self.arguments[path][index]
+            return _state_of(torch.func.functional_call(block, weights, (self.reference[index],), arguments))
+
+        return Reference(forward, tokens)
 
     def _output(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> Output:
         def output(weights: Mapping[str, Tensor], index: int) -> Tensor:
@@ -205,20 +227,11 @@ class BlockStream:
             arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
         return _state_of(block(self.states[index] if state is None else state, **arguments))
 
-    @contextmanager
-    def _before_each(self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def _before_each(
+        self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]
+    ) -> AbstractContextManager[None]:
         """Meanwhile `call` gets the name and the input of each of `layers` before it runs."""
-        handles = [
-            self.model.get_submodule(location).register_forward_pre_hook(
-                lambda _module, inputs, name=name: call(name, inputs[0])
-            )
-            for name, location in layers.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(self.model, {location: functools.partial(call, name) for name, location in layers.items()})
 
     def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
         """What one batch shows of the block.

@@ -18,6 +18,7 @@ from fewbit.models.families import joined_members
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.plan import Plan, PlannedLayer, leaves_short_group, make_plan, written_format
+from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.sensitivity import Sensitivity, measure_sensitivity
 from fewbit.spec.element import Element
 from fewbit.spec.key import LinearKey, QuantKey
@@ -122,6 +123,7 @@ def plan_within(
     short_last_group: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """The plan whose predicted loss is least within a budget.
 
@@ -133,6 +135,7 @@ def plan_within(
         short_last_group: see `make_plan`.
         device: where sensitivity is measured.
         progress: called with the share of the work that each block is.
+        ranks: the processes that measure it together; all of them make this call with the same windows.
 
     Raises:
         SchemeError: the budget cannot be met.
@@ -158,6 +161,7 @@ def plan_within(
         cache_keys=[key for key in caches if key is not None],
         device=device,
         on_block=_share(base, progress),
+        ranks=ranks,
     )
     choices = layer_choices(source, base, sensitivity)
     cache_choices = [Choice(bits, sensitivity.cache.get(key, 0.0)) for key, bits in caches.items()]  # type: ignore[arg-type]
@@ -178,13 +182,14 @@ def promotion_choices(
     short_last_group: bool = False,
     device: str = "cpu",
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> LayerChoices:
     """What each layer of a plan may become so that less is lost: its own key, wider ones, or as it was.
 
     Args:
         source: folder of the unquantized model.
         plan: whose layers are to be promoted.
-        windows, short_last_group, device, progress: see `plan_within`.
+        windows, short_last_group, device, progress, ranks: see `plan_within`.
     """
     keys = held_together(written_format(plan.recipe.format), [*plan.recipe.scheme.keys, *BUDGET_KEYS])
     wanted = {}
@@ -204,6 +209,7 @@ def promotion_choices(
         windows[:SENSITIVITY_WINDOWS],
         device=device,
         on_block=_share(plan, progress),
+        ranks=ranks,
     )
     return layer_choices(source, plan, sensitivity)
 

@@ -11,13 +11,17 @@ import torch
 
 import fewbit
 from fewbit.checkpoints.output import ShardWriter, copy_side_files
+from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.checkpoints.work_folder import WorkFolder
 from fewbit.models.quantization.plan import Plan
+from fewbit.numerics.cast import code_dtype_name
+from fewbit.spec.element import Element
 from fewbit.spec.recipe import Recipe
 
 
 def write_output(
+    plan: Plan,
     source: TensorFolder,
     units: Sequence[Sequence[str]],
     work: WorkFolder,
@@ -27,6 +31,7 @@ def write_output(
     """Writes the weights and what the source has beside them.
 
     Args:
+        plan: of the run.
         source: the unquantized checkpoint.
         units: the source's tensors by the unit that dealt with them, in the order of the output.
         work: with all units finished; what one does not mention is in the source as it will be.
@@ -36,7 +41,9 @@ def write_output(
     Returns:
         The bytes of all tensors; `outcomes` of all layers and what `transforms` did.
     """
-    writer = ShardWriter(staging, max_shard_bytes)
+    dtype, checkpoint = code_dtype_name(Element.parse(plan.dtype)), formats()[plan.recipe.format]
+    keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
+    writer = ShardWriter(staging, max_shard_bytes, lambda headers: checkpoint.file_metadata(headers, keys, dtype))
     facts: dict[str, list[dict[str, Any]]] = {"outcomes": [], "transforms": []}
     for number, names in enumerate(units):
         unit = work.unit(number)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fewbit
+from fewbit.algorithms import native
 from fewbit.checkpoints.tensor_files import TensorFolder
 
 _DECIDING = ("spec", "numerics", "packing", "checkpoints", "algorithms", "models")
@@ -19,14 +20,14 @@ _DECIDING = ("spec", "numerics", "packing", "checkpoints", "algorithms", "models
 def fingerprint_of(folder: TensorFolder, device: torch.device) -> dict[str, Any]:
     """Fields of the model, the code and the machine, nested.
 
-    Of the weights it takes the names, dtypes, shapes and sizes, and the first and last bytes of every tensor: another
-    training shows there, a single number changed in the middle does not.
+    Every byte of the weights is read for it, which takes less than quantizing the first block does.
     """
+    digests = folder.digests()
     return {
         "source": {
             "config.json": _sha256((folder.path / "config.json").read_bytes()),
             "tensors": _sha256(*(f"{name} {header}".encode() for name, header in sorted(folder.headers.items()))),
-            "weights": _sha256(*(piece for name in sorted(folder.headers) for piece in folder.ends(name))),
+            "weights": _sha256(*(digests[name] for name in sorted(digests))),
         },
         "fewbit": {"version": fewbit.__version__, "code": _code()},
         "torch": torch.__version__,
@@ -49,9 +50,10 @@ def _code() -> str:
 
 
 def _machine(device: torch.device) -> str:
-    """What decides the order of sums: the kind of device, and on CPUs the instruction set and the threads."""
+    """What decides the order of sums: the kind of device; on CPUs the instruction set, threads, and compiled loops."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        loops = "compiled loops" if native.takes() else "loops in torch"
+        return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {loops}"
     return device.type

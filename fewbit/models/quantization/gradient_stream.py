@@ -7,6 +7,7 @@ error's square in that metric is the KL divergence it causes, to second order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import set_tied
 from fewbit.models.names import tied_names
 from fewbit.models.quantization.block_stream import BlockStream, replaced_blocks
+from fewbit.models.quantization.hooks import hooked
 from fewbit.models.replace import tensor_slot, to_meta
 from fewbit.numerics import dequantize, quantize
 from fewbit.spec.granularity import CHANNEL, HEAD
@@ -99,7 +101,6 @@ class GradientStream(BlockStream):
     def __init__(self, model: PreTrainedModel, partial: PartialModel, windows: Tensor, batch: int = 4) -> None:
         tied = tied_names(model)  # filling a module and emptying it again unties it
         super().__init__(model, partial.filled, windows, batch)
-        self.tokens = windows.numel()
         self.inputs: dict[str, list[Tensor]] = {}
         for path in self.arguments:
             self.inputs[path] = list(self.states)
@@ -160,17 +161,8 @@ class GradientStream(BlockStream):
             if y.requires_grad and y.numel():
                 y.register_hook(evidence.add)
 
-        handles = [
-            self.model.get_submodule(location).register_forward_hook(
-                lambda _module, inputs, output, name=name: see(name, inputs[0], output)
-            )
-            for name, location in layers.items()
-        ]
-        try:
+        with hooked(self.model, after={location: functools.partial(see, name) for name, location in layers.items()}):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @contextmanager

@@ -17,6 +17,9 @@ from fewbit.spec.element import Element
 GRAM_COPIES = 10
 """float32 [K, K] of an input that GPTQ has at once: sums, means, orders, factors (9 counted, and one more)."""
 
+SHIFT_COPIES = 5
+"""The same of how inputs differ from the unquantized model's: sums, mean, order, drift and its scratch."""
+
 LAYER_COPIES = 15
 """float32 copies of the layers that read one input: targets, values, grids and their scratch (15.02 counted)."""
 
@@ -83,12 +86,16 @@ def memory_plan(source: Path, plan: Plan, work: Workload, max_shard_bytes: int) 
     one_batch = min(tokens, batch * work.length) * of_pass
     parts = {
         "weights of a block": plan.block_bytes // stored * (width + 4),  # as they run, and as they are written
-        "hidden states": tokens * hidden * width * (2 if chosen.refines_blocks else 1),
+        "hidden states": tokens * hidden * width * (2 if chosen.refines_blocks or chosen.compares_inputs else 1),
     }
     if chosen.needs_gram:
-        parts["activations held"] = max(one_batch, min(tokens * of_pass, work.most_held))
-        parts["hidden states of the next block"] = tokens * hidden * width
-        parts["layers at hand"] = max(_solving(layers) for layers in blocks.values())
+        beside = 2 if chosen.compares_inputs else 1  # the passes of the unquantized model
+        copies = GRAM_COPIES + (SHIFT_COPIES if chosen.compares_inputs else 0)
+        parts["activations held"] = max(beside * one_batch, min(beside * tokens * of_pass, work.most_held))
+        parts["hidden states of the next block"] = beside * tokens * hidden * width
+        parts["layers at hand"] = max(_solving(layers, copies) for layers in blocks.values())
+        if chosen.compares_inputs and beside * tokens * of_pass > work.most_held:
+            parts["unquantized weights of a block"] = plan.block_bytes // stored * width
     else:
         parts["activations of a batch"] = one_batch
         parts["layers at hand"] = LAYER_COPIES * 4 * max(prod(layer.shape) for layer in plan.layers if layer.block)
@@ -108,12 +115,12 @@ def _held(layers: list[PlannedLayer], hidden: int) -> int:
     )
 
 
-def _solving(layers: list[PlannedLayer]) -> int:
+def _solving(layers: list[PlannedLayer], gram_copies: int) -> int:
     """Bytes that quantizing layers that read one input takes: those of one sub-module with equal K, at most."""
     together: dict[tuple[str, int], int] = {}
     for layer in layers:
         if layer.key is not None:
             place = (layer.name.rpartition(".")[0], layer.shape[1])
             together[place] = together.get(place, 0) + layer.shape[0]
-    sizes = [4 * (GRAM_COPIES * k * k + LAYER_COPIES * n * k) for (_, k), n in together.items()]
+    sizes = [4 * (gram_copies * k * k + LAYER_COPIES * n * k) for (_, k), n in together.items()]
     return max(sizes, default=0)

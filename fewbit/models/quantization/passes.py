@@ -2,6 +2,9 @@
 
 Two ways, one result: to let every pass stand where it stopped, with all that it has computed (`HeldPasses`), or to let
 go of it and to begin anew (`RepeatedPasses`). The operations and their numbers are the same.
+
+Beside each may run the pass of the unquantized model, for algorithms that ask how inputs differ. Held ones go through a
+layer just before its weight is replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +24,24 @@ from torch.utils._pytree import tree_leaves
 from fewbit.algorithms.statistics import InputStatistics
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The unquantized model's passes through the block.
+
+    Attributes:
+        forward: index of a batch -> the block's output; calls `stop` before each layer.
+        tokens: of each batch. Inputs of fewer rows are not compared: experts may be sent others.
+    """
+
+    forward: Callable[[int], Tensor]
+    tokens: Sequence[int]
+
+    def beside(self, index: int, x: Tensor, own: Tensor | None) -> Tensor | None:
+        """`own`, the input of the unquantized model's layer, where it can be compared with x, that of batch `index`."""
+        whole = x.shape[:-1].numel() == self.tokens[index]
+        return own if own is not None and whole and own.shape == x.shape else None
+
+
 class Passes(ABC):
     """See the head of this file.
 
@@ -28,15 +49,25 @@ class Passes(ABC):
         forward: index of a batch -> the block's output; calls `stop` before each layer.
         count: batches.
         groups: layers by the input they read, in the order in which their weights become final.
+        reference: the passes of the unquantized model; None where its inputs are not asked for.
 
     Attributes:
         final: layers whose weight is final; the caller adds to it.
         outputs: of all batches, when none waits any more.
+        reference_outputs: the same for the unquantized model.
     """
 
-    def __init__(self, forward: Callable[[int], Tensor], count: int, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        forward: Callable[[int], Tensor],
+        count: int,
+        groups: Sequence[Sequence[str]],
+        reference: Reference | None = None,
+    ) -> None:
         self.final: set[str] = set()
         self.outputs: list[Tensor] = []
+        self.reference_outputs: list[Tensor] = []
+        self._reference = reference
         self._forward, self._count = forward, count
         self._group = {name: index for index, names in enumerate(groups) for name in names}
 
@@ -54,40 +85,76 @@ class Passes(ABC):
 
     @abstractmethod
     def statistics(self, group: int) -> InputStatistics | None:
-        """Of what the passes that wait at a group brought; None where none waits there."""
+        """Of what the passes that wait at a group brought; None where none waits there.
+
+        To be called once for a group, before its layers have their new weights.
+        """
 
 
 class HeldPasses(Passes):
-    """One coroutine for each batch."""
+    """One coroutine for each batch, and one more where the unquantized model runs beside it."""
 
-    def __init__(self, forward: Callable[[int], Tensor], count: int, groups: Sequence[Sequence[str]]) -> None:
-        super().__init__(forward, count, groups)
+    def __init__(
+        self,
+        forward: Callable[[int], Tensor],
+        count: int,
+        groups: Sequence[Sequence[str]],
+        reference: Reference | None = None,
+    ) -> None:
+        super().__init__(forward, count, groups, reference)
         self._passes = [_Pass(greenlet(forward), (index,)) for index in range(count)]
-        self._begun = False
+        self._references = [_Pass(greenlet(reference.forward), (index,)) for index in range(count)] if reference else []
+        self._begun, self._beyond, self._in_reference = False, -1, False
+
+    def stop(self, name: str, x: Tensor) -> None:
+        """Called in a pass that is about to run a layer on x."""
+        if self._group[name] > self._beyond if self._in_reference else name not in self.final:
+            self._stop(name, x)
 
     def _stop(self, name: str, x: Tensor) -> None:
         greenlet.getcurrent().parent.switch((name, x))
 
     def waiting(self) -> int | None:
+        if not self._begun:
+            self._run_references(-1)
         for one in self._passes:
             if not self._begun or one.layer in self.final:
                 one.resume()
         self._begun = True
         found = [self._group[one.layer] for one in self._passes if one.layer is not None]
         if not found:
+            self._run_references(len(self._group))
             self.outputs = [one.output for one in self._passes]
+            self.reference_outputs = [one.output for one in self._references]
         return min(found, default=None)
 
     def statistics(self, group: int) -> InputStatistics | None:
         found = None
-        for one in self._passes:
+        for index, one in enumerate(self._passes):
             if one.layer is not None and self._group[one.layer] == group:
-                found = _added(found, one.input)
+                found = _added(found, one.input, self._beside(index, one.input, group))
+        self._run_references(group)
         return found
+
+    def _beside(self, index: int, x: Tensor, group: int) -> Tensor | None:
+        """What the unquantized model's pass brought to the group, where it can be compared with x."""
+        if self._reference is None:
+            return None
+        one = self._references[index]
+        alike = one.layer is not None and self._group[one.layer] == group
+        return self._reference.beside(index, x, one.input if alike else None)
+
+    def _run_references(self, group: int) -> None:
+        """Lets the unquantized model's passes run through the groups up to that one."""
+        first, self._beyond, self._in_reference = not self._begun and group < 0, group, True
+        for one in self._references:
+            if first or (one.layer is not None and self._group[one.layer] <= group):
+                one.resume()
+        self._in_reference = False
 
 
 class RepeatedPasses(Passes):
-    """Every batch from the beginning, once for each group."""
+    """Every batch from the beginning, once for each group; `reference` keeps to the unquantized weights by itself."""
 
     def _stop(self, name: str, x: Tensor) -> None:
         raise _Stopped(self._group[name], x)
@@ -99,19 +166,34 @@ class RepeatedPasses(Passes):
             try:
                 output = self._forward(index)
             except _Stopped as stopped:
-                self._seen[stopped.group] = _added(self._seen.get(stopped.group), stopped.input)
+                beside = self._beside(index, stopped.input, stopped.group)
+                self._seen[stopped.group] = _added(self._seen.get(stopped.group), stopped.input, beside)
                 self.outputs = []
             else:
                 self.outputs += [] if self._seen else [output]
+        if not self._seen and self._reference is not None:
+            self.reference_outputs = [self._reference.forward(index) for index in range(self._count)]
         return min(self._seen, default=None)
+
+    def _beside(self, index: int, x: Tensor, group: int) -> Tensor | None:
+        """What the unquantized model's pass brings to the group, where it can be compared with x."""
+        if self._reference is None:
+            return None
+        try:
+            self._reference.forward(index)
+        except _Stopped as stopped:
+            return self._reference.beside(index, x, stopped.input if stopped.group == group else None)
+        return None
 
     def statistics(self, group: int) -> InputStatistics | None:
         return self._seen.get(group)
 
 
-def _added(statistics: InputStatistics | None, x: Tensor) -> InputStatistics:
+def _added(statistics: InputStatistics | None, x: Tensor, unquantized: Tensor | None = None) -> InputStatistics:
     statistics = statistics or InputStatistics.empty(x.shape[-1], x.device)
     statistics.add(x)
+    if unquantized is not None:
+        statistics.compare(x, unquantized)
     return statistics
 
 

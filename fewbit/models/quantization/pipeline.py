@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from fewbit.algorithms.registry import algorithm
+from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.checkpoints.work_folder import WorkFolder, work_folder
 from fewbit.errors import ModelError, SchemeError
 from fewbit.models.load import Progress
+from fewbit.models.names import read_config
 from fewbit.models.quantization.block_loop import Run, plan_needs_calibration
 from fewbit.models.quantization.block_stream import MOST_HELD
 from fewbit.models.quantization.calibration import Calibration
@@ -22,6 +24,7 @@ from fewbit.models.quantization.plan import Plan
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.statistics import StatisticsStore
 from fewbit.models.quantization.transforms.registry import of_recipe
+from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.models.report.facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report.files import write_report
 
@@ -75,7 +78,7 @@ def quantize_checkpoint(
     """
     if plan_needs_calibration(plan) and calibration is None:
         raise ModelError(f"{plan.recipe.scheme.name} needs calibration data.", "Give windows of tokens.")
-    _check_shared(plan, keep_statistics, ranks)
+    check_shared(keep_statistics, ranks)
     started, source = time.monotonic(), Path(source)
     earlier = ranks.first(_published(output) if ranks.writes else None)
     if earlier is not None:
@@ -102,7 +105,7 @@ def _finish(run: Run, work: WorkFolder, source: Path, max_shard_bytes: int) -> d
     run.quantize(work)
     with work.staged() as staging:
         units = list(run.units.values())
-        written, facts = write_output(run.folder.source, units, work, staging, max_shard_bytes)
+        written, facts = write_output(plan, run.folder.source, units, work, staging, max_shard_bytes)
         write_config(source, staging, run.config(), plan.unties)
         (staging / RECIPE_FILE).write_text(recipe.to_json())
         report = report_of(plan, recipe, facts, run.kept(), written)
@@ -120,18 +123,14 @@ def _published(output: str | Path) -> dict[str, Any] | None:
     return found
 
 
-def _check_shared(plan: Plan, keep_statistics: str | Path | None, ranks: Ranks) -> None:
-    if ranks.count == 1:
-        return
-    if keep_statistics is not None:
+def check_shared(keep_statistics: str | Path | None, ranks: Ranks) -> None:
+    """Refuses what several processes cannot do together.
+
+    Raises:
+        SchemeError: statistics are to be kept.
+    """
+    if ranks.count > 1 and keep_statistics is not None:
         raise SchemeError("Kept statistics are gathered by one process.", "Start it without torchrun.")
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
-        raise SchemeError(
-            f"{plan.recipe.algorithm} tunes blocks in one process.", "Start it without torchrun, or use gptq."
-        )
-    observing = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
-    if observing:
-        raise SchemeError(f"{observing[0]} watches all windows in one process.", "Start it without torchrun.")
 
 
 def _statistics(
@@ -142,20 +141,26 @@ def _statistics(
         return None
     if calibration is None or not plan_needs_calibration(plan):
         raise SchemeError(f"{plan.recipe.algorithm} reads no statistics here.", "Leave --keep-statistics out.")
-    if algorithm(plan.recipe.algorithm, plan.recipe.settings).refines_blocks:
+    chosen = algorithm(plan.recipe.algorithm, plan.recipe.settings)
+    if chosen.refines_blocks:
         raise SchemeError(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
         )
-    if plan.recipe.transforms:
+    if chosen.compares_inputs:
         raise SchemeError(
-            "Kept statistics are of untransformed weights.", "Leave out --transform or --keep-statistics."
+            "The asymmetric term needs inputs of quantized layers, and kept statistics are of the unquantized model.",
+            "Leave --set asymmetric or --keep-statistics out.",
         )
-    if plan.recipe.transforms:
+    by_data = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
+    if by_data:
         raise SchemeError(
-            "Kept statistics are of the weights as they are, not of transformed ones.",
-            "Leave --transform or --keep-statistics out.",
+            f"Kept statistics are gathered before {by_data[0]} chooses scales, which changes what layers read.",
+            "Leave --transform or --keep-statistics out; rotation may stay.",
         )
-    store = StatisticsStore(folder)
-    store.complete(source, calibration, device)
+    store, weights = StatisticsStore(folder), None
+    if plan.recipe.transforms:
+        config, keys = read_config(source), {layer.name: layer.key for layer in plan.quantized if layer.key}
+        weights = Transformations(plan.recipe, keys, TensorFolder(source), config, torch.device(device)).weights
+    store.complete(source, calibration, device, weights, plan.recipe.transforms)
     return store

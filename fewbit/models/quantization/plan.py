@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
-from fewbit.checkpoints.registry import formats
+from fewbit.checkpoints.registry import formats, writable
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, OutputError, SchemeError, ShapeError, closest
 from fewbit.kernels.interface import LinearRequest
@@ -158,7 +159,7 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     _check_patterns(recipe, layers)
     _check_shapes(layers, checkpoint, short_last_group)
     plain = _plain(layers, model)
-    stated_config(checkpoint, layers, plain)  # refuses what it cannot describe
+    stated_config(checkpoint, layers, plain, recipe)  # refuses what it cannot describe
     _check_kv_cache(recipe, checkpoint)
     before = sum(_header_bytes(stored, name) for name in stored.folder.headers)
     saved = sum(_header_bytes(stored, f"{layer.name}.weight") for layer in layers if layer.key)
@@ -177,14 +178,25 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
 
 
-def stated_config(checkpoint: CheckpointFormat, layers: Iterable[PlannedLayer], plain: Sequence[str]) -> dict[str, Any]:
+def stated_config(
+    checkpoint: CheckpointFormat, layers: Iterable[PlannedLayer], plain: Sequence[str], recipe: Recipe
+) -> dict[str, Any]:
     """The `quantization_config` of planned layers, without a KV cache's key.
 
     Raises:
-        OutputError: the format cannot describe them.
+        OutputError: the format cannot describe them, or not what the recipe's algorithm makes of them.
     """
     quantized = [layer for layer in layers if layer.key is not None]
-    config = checkpoint.config({layer.name: layer.key for layer in quantized if layer.key}, plain)
+    keys = {layer.name: layer.key for layer in quantized if layer.key}
+    if algorithm(recipe.algorithm, recipe.settings).orders_groups:
+        if not checkpoint.writes_order:
+            raise OutputError(
+                f"{checkpoint.name} cannot say which group each input feature belongs to, as desc_act needs.",
+                "Write gptq (--format gptq), or leave desc_act out: act_order needs nothing of the format.",
+            )
+        config = checkpoint.config_of_roles(keys, plain, frozenset({"order"}))
+    else:
+        config = checkpoint.config(keys, plain)
     embeddings = [layer.name for layer in quantized if layer.embedding]
     if not embeddings:
         return config
@@ -212,7 +224,9 @@ def written_format(name: str) -> CheckpointFormat:
     if not found.in_safetensors:
         raise SchemeError(
             f"{name} is no format for a folder of safetensors, which is what quantize writes.",
-            closest("", [known for known, other in formats().items() if other.in_safetensors]),
+            f"Quantize to another format, then fewbit convert --to {name}."
+            if name in writable()
+            else closest("", [known for known, other in formats().items() if other.in_safetensors]),
         )
     return found
 

@@ -23,6 +23,7 @@ from fewbit.models.quantization.pipeline import (
     CALIBRATION_LENGTH,
     CALIBRATION_WINDOWS,
     DEFAULT_SHARD_BYTES,
+    check_shared,
     quantize_checkpoint,
 )
 from fewbit.models.quantization.plan import EMBEDDING, Plan, make_plan
@@ -185,7 +186,11 @@ def read_calibration(source: str | Path, asked: QuantizeOptions, device: str = "
 
 
 def prepare(
-    source: str | Path, asked: QuantizeOptions, device: str = "cpu", progress: Progress | None = None
+    source: str | Path,
+    asked: QuantizeOptions,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Plan, Calibration | None]:
     """The plan, and token windows where it needs them; a bit budget measures the model's sensitivity for it.
 
@@ -194,6 +199,7 @@ def prepare(
         asked: see `QuantizeOptions`.
         device: where sensitivity is measured.
         progress: called with the share of that work which each block is.
+        ranks: the processes that do this together; all of them get the same windows.
 
     Raises:
         FewbitError: anything that a user can mend; see `make_plan`, `plan_within` and `calibration_for`.
@@ -201,8 +207,9 @@ def prepare(
     budget = asked.budget()
     if budget is None:
         plan = asked.plan(source)
-        return plan, calibration_for(source, plan, asked, device)
-    calibration = read_calibration(source, asked, device)
+        # Samples of the model may end differently on each.
+        return plan, ranks.first(calibration_for(source, plan, asked, device))
+    calibration = ranks.first(read_calibration(source, asked, device))
     plan = plan_within(
         Path(source),
         asked.recipe(),
@@ -211,6 +218,7 @@ def prepare(
         short_last_group=asked.short_last_group,
         device=device,
         progress=progress,
+        ranks=ranks,
     )
     return plan, calibration
 
@@ -254,7 +262,8 @@ def quantize(
     """
     asked = replace(QuantizeOptions(scheme, group_size, tuple(ignore)), **options)
     WorkFolder(output).require_unwritten()
-    plan, calibration = prepare(model, asked, device)
+    check_shared(keep_statistics, ranks)
+    plan, calibration = prepare(model, asked, device, ranks=ranks)
     return quantize_checkpoint(
         model,
         output,

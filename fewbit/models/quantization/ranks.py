@@ -96,9 +96,11 @@ class Ranks:
         own = statistics or InputStatistics.empty(features, self.device)
         if self.count == 1:
             return own
-        found = self.everyones(replace(own, products=None, magnitudes=None))
-        own = replace(_joined(found), products=own.products, magnitudes=own.magnitudes)
-        for sums in (own.products, own.magnitudes):
+        found = self.everyones(replace(own, products=None, magnitudes=None, shift=None))
+        if own.shift is None and any(one.shifted for one in found):
+            own.shift = torch.zeros(features, features, device=self.device)
+        own = replace(_joined(found), products=own.products, magnitudes=own.magnitudes, shift=own.shift)
+        for sums in (own.products, own.magnitudes, own.shift):
             if sums is not None:
                 self.sum_in_place(sums)
         return own
@@ -135,6 +137,7 @@ def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
     return InputStatistics(
         torch.stack([one.largest for one in parts]).amax(),
         sum(one.tokens for one in parts),
+        shifted=sum(one.shifted for one in parts),
         histogram=torch.stack(histograms).sum(dim=0) if histograms else None,
     )
 

@@ -20,12 +20,14 @@ from torch import Tensor
 from fewbit.algorithms.curvature import output_loss
 from fewbit.algorithms.interface import Algorithm, LayerTask
 from fewbit.algorithms.registry import algorithm
+from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.gradient_stream import CacheEvidence, GradientStream, LayerEvidence
 from fewbit.models.quantization.plan import PlannedLayer
+from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.numerics import dequantize
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.recipe import Recipe
@@ -57,6 +59,7 @@ def measure_sensitivity(
     cache_keys: Sequence[QuantKey] = (),
     device: str = "cpu",
     on_block: Callable[[], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Sensitivity:
     """Carries windows through the unquantized model and gradients back, and quantizes every layer by every candidate.
 
@@ -69,12 +72,13 @@ def measure_sensitivity(
         cache_keys: keys that the KV cache might get.
         device: where blocks run.
         on_block: called after each block.
+        ranks: the processes that do this together: each carries some of the windows and quantizes some of the layers.
     """
     place = torch.device(device)
     config = read_config(Path(source))
     model = build_on_meta(config, torch.float32 if place.type == "cpu" else config_dtype(config))
     partial = PartialModel(model, TensorFolder(Path(source)), place)
-    stream = GradientStream(model, partial, windows.to(place))
+    stream = GradientStream(model, partial, ranks.share(windows).to(place))
     evidence = CacheEvidence(cache_keys)
     stream.watch = evidence if cache_keys else None
     by_block: dict[str, list[PlannedLayer]] = {}
@@ -83,17 +87,50 @@ def measure_sensitivity(
     found = Sensitivity()
     for path in reversed(blocks_of(model)):
         mine = {layer.name: layer for layer in by_block.get(path, ())}
-        seen = stream.back(path, {name: partial.destinations.module(name) for name in mine})
+        seen = _of_all(stream.back(path, {name: partial.destinations.module(name) for name in mine}), mine, ranks)
         weights = {name: partial.folder.load(f"{name}.weight").to(place) for name in mine}
         wanted = {name: candidates[name] for name in mine}
         for name, keys in wanted.items():  # nothing is lost where no token comes by
             found.layers[name] = dict.fromkeys(keys, 0.0)
-        for name, key, error in _errors(recipe, weights, wanted, seen):
-            found.layers[name][key] = _divergence(error, seen[name], stream.tokens)
+        own = [
+            (name, key, _divergence(error, seen[name], windows.numel()))
+            for name, key, error in _errors(recipe, weights, wanted, seen, ranks)
+        ]
+        for name, key, divergence in (one for parts in ranks.everyones(own) for one in parts):
+            found.layers[name][key] = divergence
         if on_block is not None:
             on_block()
-    found.cache.update({key: total / stream.tokens for key, total in evidence.divergence.items()})
+    for key in cache_keys:
+        total = sum(one[key] for one in ranks.everyones(evidence.divergence))
+        found.cache[key] = total / windows.numel()
     return found
+
+
+def _of_all(
+    seen: Mapping[str, LayerEvidence], layers: Mapping[str, PlannedLayer], ranks: Ranks
+) -> Mapping[str, LayerEvidence]:
+    """What all processes saw; layers that read one input share its statistics again."""
+    if ranks.count == 1:
+        return seen
+    first: dict[str, str] = {}  # of the layers that read one input
+    for readers in ranks.everyones({name: _readers(seen, one.statistics)[0] for name, one in seen.items()}):
+        first = readers | first
+    found: dict[str, LayerEvidence] = {}
+    shared: dict[str, InputStatistics] = {}
+    for name, leader in first.items():
+        own, (outputs, features) = seen.get(name), layers[name].shape
+        if leader not in shared:
+            shared[leader] = ranks.total(own.statistics if own else None, features)
+        sums = (own.total, own.squares, own.squared_sums) if own else None
+        total, squares, squared = sums or (
+            torch.zeros(size, device=ranks.device) for size in (features, outputs, outputs)
+        )
+        found[name] = LayerEvidence(shared[leader], *(ranks.sum_in_place(part) for part in (total, squares, squared)))
+    return found
+
+
+def _readers(seen: Mapping[str, LayerEvidence], statistics: InputStatistics) -> list[str]:
+    return [name for name, one in seen.items() if one.statistics is statistics]
 
 
 def _errors(
@@ -101,12 +138,18 @@ def _errors(
     weights: Mapping[str, Tensor],
     wanted: Mapping[str, Sequence[LinearKey]],
     seen: Mapping[str, LayerEvidence],
+    ranks: Ranks,
 ) -> Iterator[tuple[str, LinearKey, Tensor]]:
-    """(layer, key, what quantizing does to its weight [N, K]); layers that read one input are solved together."""
+    """(layer, key, what quantizing does to its weight [N, K]); layers that read one input are solved together.
+
+    Of several processes each gets some of the inputs.
+    """
     inputs: dict[int, list[str]] = {}
     for name, evidence in seen.items():
         inputs.setdefault(id(evidence.statistics), []).append(name)
-    for names in inputs.values():
+    groups = list(inputs.values())
+    sizes = [sum(weights[name].numel() for name in names) for names in groups]
+    for names in (groups[index] for index in ranks.own(sizes)):
         tasks = [
             LayerTask(name, weights[name], key, recipe.scale_rules, None, seen[name].statistics)
             for name in names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import CheckpointError, ModelError
 from fewbit.models.quantization.outcome import InputSeen
 from fewbit.models.quantization.plan import Plan, PlannedLayer
+from fewbit.models.quantization.row_shares import RowShare, rows_of, share_of
 from fewbit.models.quantization.transforms.weights import TransformedWeights
 from fewbit.numerics.activations import needs_calibration, static_input_scales
 from fewbit.numerics.ranges import global_scale_of
@@ -58,13 +59,22 @@ class LayerSolver:
             ModelError: no token reached a layer whose static activation scale is asked for.
         """
         tasks = [self.task(self.layers[name], statistics) for name in names]
+        return {task.name: result for task, result in self._solved(tasks)}
+
+    def solve_rows(self, names: list[str], statistics: InputStatistics, rank: int, count: int) -> dict[str, RowShare]:
+        """The same for the rows that process `rank` of `count` takes; see `row_shares`."""
+        whole = [self.task(self.layers[name], statistics) for name in names]
+        own = [part for turn, task in enumerate(whole) if (part := rows_of(task, rank, count, turn)) is not None]
+        return {task.name: share_of(task, result) for task, result in self._solved(own)} if own else {}
+
+    def _solved(self, tasks: list[LayerTask]) -> Iterator[tuple[LayerTask, LayerResult]]:
         try:
             found = self._algorithm.quantize_layers(tasks)
         except ValueError as error:
-            raise CheckpointError(
-                f"{', '.join(names)}: {error}.", "Repair the source model or ignore these layers."
-            ) from error
-        return {task.name: self.with_input_scale(task, result) for task, result in zip(tasks, found, strict=True)}
+            names = ", ".join(task.name for task in tasks)
+            raise CheckpointError(f"{names}: {error}.", "Repair the source model or ignore these layers.") from error
+        for task, result in zip(tasks, found, strict=True):
+            yield task, self.with_input_scale(task, result)
 
     def task(self, layer: PlannedLayer, statistics: InputStatistics | None) -> LayerTask:
         """What the algorithm gets of a layer."""

@@ -8,7 +8,7 @@ and every width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.block_stream import BlockStream, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.fingerprint import fingerprint_of
+from fewbit.models.quantization.transforms.weights import TransformedWeights
 from fewbit.models.replace import submodule
 
 
@@ -55,7 +56,11 @@ class BlockStatistics:
 
 
 def gather_statistics(
-    source: str | Path, calibration: Calibration, device: str | torch.device = "cpu", first: int = 0
+    source: str | Path,
+    calibration: Calibration,
+    device: str | torch.device = "cpu",
+    first: int = 0,
+    weights: TransformedWeights | None = None,
 ) -> Iterator[BlockStatistics]:
     """Statistics of every linear layer of the decoder blocks, block by block; one block of them is in memory.
 
@@ -64,12 +69,13 @@ def gather_statistics(
         calibration: token windows.
         device: where blocks run.
         first: how many blocks are only passed through.
+        weights: what transformations that need no data make of the checkpoint; None for the checkpoint as it is.
 
     Raises:
         ModelError: transformers has no model for it, or it cannot be run block by block.
         CheckpointError: the checkpoint cannot be read.
     """
-    folder, device = TensorFolder(source), torch.device(device)
+    folder, device = weights or TensorFolder(source), torch.device(device)
     config = read_config(Path(source))
     model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
     partial = PartialModel(model, folder, device)
@@ -102,8 +108,19 @@ class StatisticsStore:
     def __init__(self, folder: str | Path) -> None:
         self._units = UnitFolder(folder)
 
-    def complete(self, source: str | Path, calibration: Calibration, device: str | torch.device = "cpu") -> None:
+    def complete(
+        self,
+        source: str | Path,
+        calibration: Calibration,
+        device: str | torch.device = "cpu",
+        weights: TransformedWeights | None = None,
+        transforms: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Gathers what is not there yet; a run that was stopped goes on with the next block.
+
+        Args:
+            source, calibration, device, weights: see `gather_statistics`.
+            transforms: what made the weights, as a recipe lists it.
 
         Raises:
             OutputError: the folder holds statistics of another model or text, or another run is writing it.
@@ -114,11 +131,12 @@ class StatisticsStore:
             folder = TensorFolder(source)
             fingerprint = fingerprint_of(folder, torch.device(device))
             fingerprint |= {"calibration": calibration.record(), "inputs": "of the unquantized model"}
+            fingerprint["transforms"] = [dict(one) for one in transforms]
             self._units.begin(fingerprint, "Give another folder, or remove this one.")
             blocks = len(blocks_of(build_on_meta(read_config(folder.path), torch.float32)))
             if self._units.finished() == blocks:
                 return
-            for found in gather_statistics(source, calibration, device, self._units.finished()):
+            for found in gather_statistics(source, calibration, device, self._units.finished(), weights):
                 self._units.add(*_as_unit(found))
 
     def block(self, number: int, device: str | torch.device = "cpu") -> BlockStatistics:

@@ -45,7 +45,7 @@ class LayerWriter:
 
     def __init__(self, checkpoint: CheckpointFormat, plan: Plan) -> None:
         self._checkpoint = checkpoint
-        self._scheme = checkpoint.scheme(stated_config(checkpoint, plan.quantized, plan.plain))
+        self._scheme = checkpoint.scheme(stated_config(checkpoint, plan.quantized, plan.plain, plan.recipe))
 
     def write(self, layer: PlannedLayer, result: LayerResult) -> WrittenLayer:
         """The layer's tensors, and what they say."""

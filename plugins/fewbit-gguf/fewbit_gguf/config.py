@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fewbit_gguf.tensors import GgufFiles
 
 _PLAIN = ("F32", "F16", "BF16")
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1, 3.2 and 3.3; llama.cpp keeps only the factors that follow from them, a file for each rope factor."""
 
 
@@ -117,13 +117,13 @@ def _from_factors(factors: Tensor, theta: float, path: Path) -> dict[str, Any]:
             f"{path}: {ROPE_FACTORS} holds other factors than those of Llama 3; they are not applied", stacklevel=2
         )
         return {}
-    return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+    return {"rope_type": "llama3", "factor": largest, **LLAMA3}
 
 
 def llama3_factors(factor: float, theta: float, count: int) -> Tensor:
     """What Llama 3 divides its rotary frequencies by: 1 for short waves, `factor` for long ones."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(count, dtype=torch.float64) / count)
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    waves = _LLAMA3["original_max_position_embeddings"] / wavelengths  # how many fit into the original context
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    waves = LLAMA3["original_max_position_embeddings"] / wavelengths  # how many fit into the original context
     smooth = ((waves - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).float()

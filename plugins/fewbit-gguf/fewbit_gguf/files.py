@@ -1,19 +1,20 @@
-"""What fewbit asks about every path: whether it is a GGUF file. The rest is imported when one is opened."""
+"""What fewbit asks about every path: whether it is a GGUF file. The rest is imported when one is opened or written."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fewbit.checkpoints.files import CheckpointFiles, CheckpointOpener
+from fewbit.checkpoints.files import CheckpointFiles, CheckpointOpener, CheckpointWriter, ModelParts
 
 MAGIC = b"GGUF"
 
 
 class GgufOpener(CheckpointOpener):
-    """Opens .gguf files; see `fewbit.checkpoints.files`."""
+    """Opens and writes .gguf files; see `fewbit.checkpoints.files`."""
 
     name: ClassVar[str] = ".gguf"
+    writes: ClassVar[str] = "gguf"
 
     def recognizes(self, path: Path) -> bool:
         if not path.is_file():
@@ -38,3 +39,8 @@ class GgufOpener(CheckpointOpener):
         from fewbit_gguf.config import read_tokenizer
 
         return read_tokenizer(path)
+
+    def create(self, path: Path, model: ModelParts) -> CheckpointWriter:
+        from fewbit_gguf.write import GgufWriter
+
+        return GgufWriter(path, model)

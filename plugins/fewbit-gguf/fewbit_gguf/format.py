@@ -25,7 +25,7 @@ from fewbit.errors import CheckpointError, OutputError, closest
 from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor, decode
 from fewbit.packing.registry import unpack_record
-from fewbit.spec.element import F16
+from fewbit.spec.element import F16, Element
 from fewbit.spec.granularity import group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import ROWS, Extent, TensorSpec
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUANT_METHOD = "gguf"
+_HELD = (
+    "it holds integers of 4, 5 and 8 bits in groups of 32 under float16 scales, MXFP4, and the blocks of llama.cpp's "
+    "own quantizers"
+)
 
 
 def tensor_name(block_type: str) -> str:
@@ -56,6 +60,8 @@ class Gguf(CheckpointFormat):
     quant_methods: ClassVar[tuple[str, ...]] = (QUANT_METHOD,)
     matcher: ClassVar[Matcher] = staticmethod(matches_exactly)
     in_safetensors: ClassVar[bool] = False
+    scale_element: ClassVar[Element | None] = F16
+    widens: ClassVar[bool] = True
     zero_scales: ClassVar[bool] = True
 
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
@@ -144,8 +150,7 @@ class Gguf(CheckpointFormat):
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         types = _types_of(key) if key.activation is None else []
         if not types:
-            known = ", ".join(f"{one.key} ({one.name})" for one in BLOCK_TYPES.values())
-            return f"gguf holds no {key}; it holds {known}"
+            return f"gguf holds no {key}; {_HELD}"
         if shape[1] % types[0].elements:
             return f"blocks of {types[0].elements} numbers do not divide K={shape[1]}"
         return None

@@ -23,18 +23,20 @@ class Architecture:
 
     Attributes:
         known_as: gguf-py's constant.
+        model_types: transformers' names of the models that it is written for.
         interleaved: whether query and key rows are in llama.cpp's order, in which the two numbers that rotary position
             embedding turns together are neighbours; transformers keeps them half a head apart.
     """
 
     known_as: gguf.MODEL_ARCH
+    model_types: tuple[str, ...]
     interleaved: bool = False
 
 
 ARCHITECTURES = {
-    "llama": Architecture(gguf.MODEL_ARCH.LLAMA, interleaved=True),
-    "qwen2": Architecture(gguf.MODEL_ARCH.QWEN2),
-    "qwen3": Architecture(gguf.MODEL_ARCH.QWEN3),
+    "llama": Architecture(gguf.MODEL_ARCH.LLAMA, ("llama", "mistral"), interleaved=True),
+    "qwen2": Architecture(gguf.MODEL_ARCH.QWEN2, ("qwen2",)),
+    "qwen3": Architecture(gguf.MODEL_ARCH.QWEN3, ("qwen3",)),
 }
 """By `general.architecture`. One row and a test are enough for another decoder with the modules below."""
 
@@ -68,8 +70,12 @@ def architecture_of(header: GgufHeader) -> Architecture:
 
 def module_names(header: GgufHeader) -> dict[str, str]:
     """transformers' name of each module by llama.cpp's: `blk.0.attn_q` -> `model.layers.0.self_attn.q_proj`."""
-    count = _block_count(header)
-    table = gguf.get_tensor_name_map(architecture_of(header).known_as, count)
+    return names_of(architecture_of(header), _block_count(header))
+
+
+def names_of(architecture: Architecture, count: int) -> dict[str, str]:
+    """As `module_names`, for an architecture and a number of blocks."""
+    table = gguf.get_tensor_name_map(architecture.known_as, count)
     inner = (f"model.layers.{index}.{leaf}" for index in range(count) for leaf in _IN_A_BLOCK)
     named = ((table.get_name(module), module) for module in (*_OUTSIDE, *inner))
     return {theirs: module for theirs, module in named if theirs is not None}
@@ -96,10 +102,14 @@ def is_known_extra(name: str, header: GgufHeader) -> bool:
 
 def head_counts(header: GgufHeader) -> Mapping[str, int]:
     """Heads of the projections whose rows are interleaved, by the last part of transformers' name."""
-    if not architecture_of(header).interleaved:
-        return {}
+    architecture = architecture_of(header)
     heads = header.number("attention.head_count")
-    return {"q_proj": heads, "k_proj": header.number("attention.head_count_kv", heads)}
+    return interleaved_heads(architecture, heads, header.number("attention.head_count_kv", heads))
+
+
+def interleaved_heads(architecture: Architecture, heads: int, key_heads: int) -> Mapping[str, int]:
+    """As `head_counts`, for an architecture and its numbers of heads."""
+    return {"q_proj": heads, "k_proj": key_heads} if architecture.interleaved else {}
 
 
 def halves_apart(rows: Tensor, heads: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -119,6 +119,10 @@ class Scaling:
     choice: str
     loss: float
     loss_before: float
+
+    def on_cpu(self) -> Scaling:
+        """The same, to be sent to other processes."""
+        return self if self.columns is None else replace(self, columns=self.columns.cpu())
 
 
 class Transform(ABC):

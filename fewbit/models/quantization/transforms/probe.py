@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,37 +67,6 @@ class BlockProbe:
         with torch.no_grad():
             output = torch.func.functional_call(block, dict(parameters), (state,), self._arguments[path])
         return (output[0] if isinstance(output, tuple) else output) - state
-
-    @contextmanager
-    def hooked(
-        self,
-        path: str,
-        before: Mapping[str, Callable[[Tensor], Tensor | None]],
-        after: Mapping[str, Callable[[Tensor], Tensor]],
-    ) -> Iterator[None]:
-        """Meanwhile modules of the block, by their name below it, have their input or their output replaced.
-
-        Args:
-            path: the block's.
-            before: name -> input -> what the module reads instead; None leaves it.
-            after: name -> output -> what is handed on instead.
-        """
-        block = self.model.get_submodule(path)
-        handles = [
-            block.get_submodule(name).register_forward_pre_hook(
-                lambda _module, inputs, call=call: None if (new := call(inputs[0])) is None else (new, *inputs[1:])
-            )
-            for name, call in before.items()
-        ]
-        handles += [
-            block.get_submodule(name).register_forward_hook(lambda _module, _inputs, out, call=call: call(out))
-            for name, call in after.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def matrices(block: nn.Module) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import fewbit.models.quantization.transforms
-from fewbit.discovery import implementation_classes
-from fewbit.errors import SchemeError, closest
+from fewbit.discovery import class_named, implementation_classes
+from fewbit.errors import SchemeError
 from fewbit.models.quantization.transforms.interface import Transform
 
 
@@ -24,10 +24,7 @@ def transform(name: str, settings: Mapping[str, Any] | None = None) -> Transform
     Raises:
         SchemeError: there is none, or a setting does not fit.
     """
-    found = transforms().get(name.strip().lower().replace("-", "_"))
-    if found is None:
-        raise SchemeError(f"Unknown transformation {name!r}.", closest(name, transforms()))
-    return found(settings)
+    return class_named(transforms(), name, "transformation")(settings)
 
 
 def parse_transform(text: str) -> Transform:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fewbit.models.quantization.hooks import hooked
 from fewbit.models.quantization.transforms.probe import SAME, BlockProbe, deviation, matrices
 
 _DIGITS = re.compile(r"\d+")
@@ -140,7 +141,7 @@ class _Trials:
             self.inputs.setdefault(name, x)
 
         before = {name: lambda x, name=name: note(name, x) for name in self.matrices}
-        with probe.hooked(path, before, {}):
+        with hooked(self.block, before):
             self.output = probe.output(path, parameters)
 
     def width(self, norm: str) -> int:
@@ -189,7 +190,7 @@ class _Trials:
             return known
 
         before = {name: lambda x, name=name: meet(name, x) for name in self.matrices}
-        after = {name: lambda out: out / scale for name in producers}
-        with self.probe.hooked(self.path, before, after):
+        after = {name: lambda _, out: out / scale for name in producers}
+        with hooked(self.block, before, after):
             output = self.probe.output(self.path, self.parameters)
         return [] if changed or deviation(output, self.output) > SAME else read

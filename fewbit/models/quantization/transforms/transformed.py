@@ -14,6 +14,7 @@ from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, ModelError
 from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.transforms.interface import (
     SAMPLE_ROWS,
     Consumer,
@@ -42,6 +43,7 @@ class Transformations:
         folder: the unquantized checkpoint.
         config: transformers' configuration of it.
         device: where scales are chosen.
+        ranks: the processes that carry the other windows; the first chooses by what all of them see.
 
     Attributes:
         weights: the tensors to quantize from.
@@ -58,7 +60,9 @@ class Transformations:
         folder: TensorFolder,
         config: PretrainedConfig,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self.weights = TransformedWeights(folder)
         self.installed: list[dict[str, Any]] = []
         self._rules, self._keys, self._device = recipe.scale_rules, keys, device
@@ -107,7 +111,8 @@ class Transformations:
             if task is None:
                 entries.append(entry | {"choice": "none: no calibration token reached it"})
                 continue
-            found = one.choose(task)
+            found = self._ranks.first(one.choose(task).on_cpu() if self._ranks.writes else None)
+            assert found is not None
             entries.append(entry | {"choice": found.choice, "loss": found.loss, "loss_before": found.loss_before})
             self._fold(block, mapping, found)
         after = probe.parameters(block, self.weights.load)
@@ -139,7 +144,7 @@ class Transformations:
         for found in mappings:
             for name in found.consumers:
                 producers.setdefault(name, []).append((found.producer, name == found.consumers[0]))
-        sample = -(-SAMPLE_ROWS // max(1, len(stream.states)))
+        sample = -(-SAMPLE_ROWS // max(1, len(stream.states) * self._ranks.count))
 
         def see(name: str, x: Tensor) -> None:
             for producer, first in producers[name]:
@@ -152,7 +157,21 @@ class Transformations:
             stream.observe(block, {name: f"{block}.{name}" for name in producers}, see)
         except ValueError as error:
             raise CheckpointError(f"{block}: {error}.", "Repair the source model.") from error
-        return seen
+        return {producer: self._of_all(own) for producer, own in seen.items()}
+
+    def _of_all(self, own: Observation) -> Observation:
+        """What all processes saw of an input."""
+        if self._ranks.count == 1:
+            return own
+        features = len(own.largest)
+        tokens: dict[str, int] = {}
+        for other in self._ranks.everyones(own.tokens):
+            tokens |= {name: tokens.get(name, 0) + count for name, count in other.items()}
+        largest = self._ranks.largest({"": own.largest.cpu()})[""].to(self._device)
+        rows = [
+            row.to(self._device) for other in self._ranks.everyones([row.cpu() for row in own.rows]) for row in other
+        ]
+        return Observation(self._ranks.total(own.statistics, features), largest, rows, tokens)
 
     def _task(self, block: str, mapping: ScaleMapping, seen: Observation) -> ScalingTask | None:
         """What the mapping's scales are chosen by; None where nothing was seen."""
