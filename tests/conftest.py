@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fewbit.algorithms import native as solvers
 from fewbit.kernels import native
 from tests.golden import golden_vectors
 
@@ -30,14 +31,15 @@ settings.load_profile("fewbit")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cpu-library", type=Path, help="Test this build of the compiled CPU kernels, not the installed one."
+        "--cpu-libraries", type=Path, help="Test the compiled libraries in this folder, not the installed ones."
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    library = config.getoption("--cpu-library")
-    if library is not None:
-        native.PATH = library.resolve(strict=True)
+    folder = config.getoption("--cpu-libraries")
+    if folder is not None:
+        for loader in (native, solvers):
+            loader.PATH = (folder / loader.PATH.name).resolve(strict=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,7 +40,7 @@ class SignRoundSettings(GptqSettings):
     """
 
     iterations: int = 200
-    batches: int = 1
+    batches: int = 2
     rounding_reach: float = 1.0
     scale_reach: float = 0.1
 

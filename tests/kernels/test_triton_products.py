@@ -174,18 +174,18 @@ def test_a_batch_invariant_layer_gives_a_row_the_same_bits_at_every_m(name: str)
 
 
 @pytest.mark.parametrize("kind", ["gated", "normed"])
-@pytest.mark.parametrize("name", ["W8A8 asym", "FP8_DYNAMIC", "FP8_BLOCK", "W4AF8 g128"])
+@pytest.mark.parametrize("name", ["W8A8 asym", "FP8_BLOCK"])
 def test_activations_are_made_and_rounded_in_one_operation(name: str, kind: str) -> None:
     """As if the producer had run before, on any device; a batch-invariant layer has rows in several pieces."""
-    kernel, record = KERNELS[name], layer(KEYS[name], 32, 256)
+    kernel, record = KERNELS[name], layer(KEYS[name], 32, 128)
     for same_bits in (False, True):
         request = LinearRequest.of(record, KEYS[name], batch_invariant=same_bits)
         prepared = placed(kernel.prepare(record, request), DEVICE)
         few = {**prepared.tensors, "counters": prepared.tensors["counters"][:1].clone()}
-        both = torch.randn(2, 35, 512, device=DEVICE).bfloat16()
-        x, up = both[..., :256], both[..., 256:]
-        producer = gated(up) if kind == "gated" else normed(torch.rand(256, device=DEVICE).bfloat16() + 0.5, 1e-6)
+        both = torch.randn(2, 33 if same_bits else 2, 256, device=DEVICE).bfloat16()
+        x, up = both[..., :128], both[..., 128:]
+        producer = gated(up) if kind == "gated" else normed(torch.rand(128, device=DEVICE).bfloat16() + 0.5, 1e-6)
         y = kernel.run_produced(x, producer, replace(prepared, tensors=few), None)
         wanted = kernel.run(producer(x), prepared, None)
-        assert y.shape == (2, 35, 32)
+        assert y.shape == (*x.shape[:2], 32)
         torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)

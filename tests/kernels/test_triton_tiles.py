@@ -116,7 +116,7 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", WAYS)
 def test_scales_folded_into_weights_give_the_same(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tiles, "plan_for", lambda *_: Plan(folds=True))
-    run(layer(KEYS[name], 33, 576), name, dtype, (5, 2))
+    run(layer(KEYS[name], 33, 320), name, dtype, (5,))
 
 
 @needs_triton

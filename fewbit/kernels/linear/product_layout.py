@@ -114,6 +114,11 @@ class ProductLayout:
         return self.rows * (self.units * self.run + groups * size + 4) + blocks
 
     @property
+    def is_described(self) -> bool:
+        """Whether a program may read both sides through descriptors: codes of integers, no scale before the end."""
+        return self.kind == "codes" and self.operand == "int8" and not (self.group or self.x_group)
+
+    @property
     def in_blocks(self) -> bool:
         """Whether scales lie in blocks of 128x128 on one side and groups of 128 on the other, as torch multiplies."""
         square = (self.group, self.block_rows, self.x_group) == (BLOCK, BLOCK, BLOCK)

@@ -24,15 +24,10 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """y [M, N] of codes [M, width] with their scales and zero points, see `programs.activations.quantized`."""
     out = codes.new_empty(codes.shape[0], layout.rows, dtype=dtype)
-    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    launch = described_launch_of if plan.described and layout.is_described else launch_of
     program, grid, arguments, constants = launch(codes, x_scale, x_zero, out, tensors, bias, layout, plan)
     program[grid](*arguments, **constants)
     return out
-
-
-def may_describe(layout: ProductLayout) -> bool:
-    """Whether the program that reads through descriptors multiplies the layout."""
-    return layout.kind == "codes" and layout.operand == "int8" and not (layout.group or layout.x_group)
 
 
 def described_launch_of(
@@ -114,6 +109,6 @@ def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dty
         "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
-    launch = described_launch_of if plan.described and may_describe(layout) else launch_of
+    launch = described_launch_of if plan.described and layout.is_described else launch_of
     program, _, arguments, constants = launch(codes, scales, None, out, tensors, None, layout, plan)
     program.warmup(*arguments, grid=(1,), **constants)

@@ -165,8 +165,7 @@ def multiply(
         UNITS_PER_GROUP: units in a group where a group is at least as long as a unit.
         X_SCALES: `tokens` or `one` where x counts in units of scales, else `none`.
         WHOLE: a chunk is the whole of one block.
-        FOLDS: scales of groups multiply decoded numbers, each product rounded once to x's dtype, and sums stay with the
-            tensor cores; else they multiply sums.
+        FOLDS: scales of groups multiply decoded numbers, rounded once more to x's dtype; else they multiply sums.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         DESCRIBED: x is a descriptor, read in blocks as wide as the products are deep.
         AHEAD: units of its first block that a program fetches meanwhile.

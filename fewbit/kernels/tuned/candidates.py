@@ -40,6 +40,12 @@ PRODUCT_BLOCKS = {
 """The same for products of 8-bit codes."""
 PRODUCT_STAGES = {8: (6,), 16: (4, 6), 32: (4, 6), 64: (3, 4), 128: (3, 4), 256: (3,)}
 LINES_AHEAD = {8: (4,), 16: (0, 4), 32: (0, 4)}
+FOLDED = ((128, 32, 8, 3), (64, 64, 4, 3), (256, 64, 8, 3), (128, 128, 8, 3))
+"""Rows and columns of a block and warps and stages where scales multiply decoded numbers: the sums take no registers
+beside those of the block, so that it may be larger and x is read fewer times."""
+DESCRIBED = ((128, 128, 4, 3, 2), (64, 64, 4, 4, 3), (64, 64, 4, 5, 2), (128, 64, 4, 4, 2), (64, 128, 4, 4, 2))
+"""The same, and programs to a multiprocessor, for codes that are read through descriptors."""
+DESCRIBED_FROM = 32
 DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3))
 """Blocks and warps and stages for weights that were decoded first."""
 
@@ -48,6 +54,12 @@ def _vendor_has(layout: ProductLayout) -> bool:
     """Whether torch multiplies such codes on this device."""
     here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return vendor_multiplies(layout) and (here or not runs_on_hopper_alone(layout))
+
+
+def _may_describe(layout: ProductLayout) -> bool:
+    """Whether the program that reads through descriptors multiplies the layout on this device."""
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return here and layout.is_described
 
 
 def candidates(layout: WeightLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
@@ -64,6 +76,9 @@ def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> It
     elif layout.kind != "codes" and tokens >= DECODES_FIRST_FROM:
         blocks = DECODED_BLOCKS[:1] if _vendor_has(layout.decoded()) else DECODED_BLOCKS
         yield from (Plan(*block, decodes_first=True) for block in blocks)
+    if _may_describe(layout) and tokens >= DESCRIBED_FROM:
+        for *block, many in DESCRIBED:
+            yield Plan(*block, many * multiprocessors, described=True)
     widest = next((width for width in PRODUCT_BLOCKS if width >= tokens), max(PRODUCT_BLOCKS))
     widths = [width for width in PRODUCT_BLOCKS if width <= widest]
     for block_m in [8, 16] if widest == 8 else widths[-1:] if widest <= 64 else widths[-3:]:
@@ -83,6 +98,13 @@ def _of_tiles(layout: TileLayout, tokens: int, multiprocessors: int) -> Iterator
         yield Plan(decodes_first=True)
     if tokens > FUSED_UP_TO:
         return
+    for block_n, block_m, warps, stages in FOLDED:
+        if block_m >= min(tokens, 32) and block_m < 4 * tokens and layout.can_fold(torch.bfloat16) and tokens > 16:
+            blocks = layout.padded_rows // block_n * -(-tokens // block_m)
+            for programs in (0, multiprocessors, 2 * multiprocessors):
+                plan = Plan(block_n, block_m, warps, stages, programs, folds=True)
+                if programs <= blocks * layout.units and is_possible(plan, layout):
+                    yield plan
     widths = [width for width in BLOCKS if width >= tokens][:1] or list(BLOCKS)[-1:]
     smaller = [width for width in BLOCKS if 32 <= width < widths[0]][-2:]
     for block_m in [*smaller, *widths]:

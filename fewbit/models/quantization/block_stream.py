@@ -33,9 +33,6 @@ StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 """Path of a block, the state and the arguments that it gets -> the state that stands in for its output."""
 
 BATCH = 4
-TUNING_BATCH = 8
-"""Windows that pass together where blocks are tuned: each step reads as many."""
-
 TOKENS_AT_ONCE = 1 << 13
 """Tokens that pass together on a GPU, which takes as long to be told what to do as to do it."""
 
@@ -44,10 +41,12 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and 
 
 
 def windows_at_once(length: int, on_cpu: bool, tunes: bool = False) -> int:
-    """How many windows of `length` tokens pass together; `tunes`: whether blocks are tuned on them."""
-    if tunes:
-        return TUNING_BATCH
-    return BATCH if on_cpu else max(BATCH, TOKENS_AT_ONCE // length)
+    """How many windows of `length` tokens pass together.
+
+    Where blocks are tuned on them (`tunes`) they are few: a step that reads two batches from different places of the
+    text does better than one that reads a single one of twice the size.
+    """
+    return BATCH if on_cpu or tunes else max(BATCH, TOKENS_AT_ONCE // length)
 
 
 class BlockStream:
