@@ -53,11 +53,13 @@ native:
 	cmake -S csrc/cpu -B build/cpu -DFEWBIT_IN_PLACE=ON
 	cmake --build build/cpu --parallel
 
-# The compiled CPU kernels under AddressSanitizer; needs GCC and CMake.
+# The compiled CPU kernels under AddressSanitizer; needs GCC and CMake. The C++ library is loaded first too, so that the
+# sanitizer finds what throws torch's own exceptions.
 test-asan: $(VENV)/dev.stamp
 	cmake -S csrc/cpu -B build/asan -DFEWBIT_SANITIZE=ON
 	cmake --build build/asan --parallel
-	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(TEST_ENV) \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(TEST_ENV) \
 		$(BIN)/python -m pytest --cpu-libraries build/asan \
 		tests/algorithms/test_solvers.py tests/kernels/test_native.py tests/kernels/test_moe.py tests/runtime/test_decode_step.py
 

@@ -93,6 +93,7 @@ struct Avx512 {
   }
 
   static constexpr bool kByteDotProducts = false;
+  static constexpr bool kBf16Products = false;
 };
 
 #ifdef __AVX512VNNI__
@@ -100,6 +101,16 @@ struct Avx512Vnni : Avx512 {
   static constexpr bool kByteDotProducts = true;
   static Words add_byte_products(Words sum, Words bytes, Words signed_bytes) {
     return _mm512_dpbusd_epi32(sum, bytes, signed_bytes);
+  }
+};
+#endif
+
+#ifdef __AVX512BF16__
+struct Avx512Bf16 : Avx512 {
+  static constexpr bool kBf16Products = true;
+  // sum += products of two bf16 numbers in each word. Subnormal numbers count as zero.
+  static Floats add_bf16_products(Floats sum, Floats a, Floats b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
 };
 #endif

@@ -9,7 +9,7 @@
 
 namespace fewbit {
 
-extern const Kernels kAvx2Kernels, kAvx2VnniKernels, kAvx512Kernels, kAvx512VnniKernels;
+extern const Kernels kAvx2Kernels, kAvx2VnniKernels, kAvx512Kernels, kAvx512VnniKernels, kAvx512Bf16Kernels;
 
 namespace {
 
@@ -29,11 +29,13 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 // Best first.
 const InstructionSet kInstructionSets[] = {
 #ifndef FEWBIT_ONLY_AVX2
+    {"avx512-bf16", &kAvx512Bf16Kernels, has_avx512_bf16},
     {"avx512-vnni", &kAvx512VnniKernels, has_avx512_vnni},
     {"avx512", &kAvx512Kernels, has_avx512},
     {"avx2-vnni", &kAvx2VnniKernels, has_avx2_vnni},

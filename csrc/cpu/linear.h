@@ -80,6 +80,11 @@ template <class Vector>
 void linear(const Job& job, Team& team, Range blocks) {
   with_fields<Vector>(job.weight.element, [&](auto fields) {
     using Fields = decltype(fields);
+    if constexpr (Vector::kBf16Products) {
+      if (job.tokens >= kPanelTokens && Bf16Panels<Vector, Fields>::take(job)) {
+        return run(Bf16Panels<Vector, Fields>(job), job.tokens, team, blocks);
+      }
+    }
     if (job.tokens >= kPanelTokens) return run(WeightOnlyPanels<Vector, Fields>(job), job.tokens, team, blocks);
     run(FloatArithmetic<Vector, Fields>{job}, job.tokens, team, blocks);
   });
@@ -141,7 +146,7 @@ void integer_linear(const Job& job, const Rounding& rounding, Team& team, Range 
   const bool bytes = job.weight.element == Element::kInt8;
   const auto use = [&](const auto& arithmetic) { run(arithmetic, job.tokens, team, blocks); };
   if constexpr (!Vector::kByteDotProducts) {
-    if (bytes && job.tokens >= kPanelTokens) return use(PairPanels<Vector>(job, rounding));
+    if (bytes && job.tokens >= kPanelTokens) return use(IntegerPanels<Vector>(job, rounding));
   }
   bytes ? use(IntegerArithmetic<Vector, ByteProducts<Vector>>(job, rounding))
         : use(IntegerArithmetic<Vector, NibbleProducts<Vector>>(job, rounding));

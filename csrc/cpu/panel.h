@@ -1,8 +1,8 @@
 // Many tokens: a stretch of a block's weights is decoded once, into a panel that stays in the first-level cache, and the
 // panel then multiplies one tile of tokens after the other.
 //
-// A panel is [steps][kBlockRows] words of 32 bits. A step is one input feature in float32, or two as 16-bit integers. The
-// inputs of a token are its own steps one after another, so that activations need no other order than their own.
+// A panel is [steps][kBlockRows] words of 32 bits. A step is one input feature in float32, or two in bf16 or as 16-bit
+// integers. The inputs of a token are its own steps one after another: activations keep their order.
 #pragma once
 
 #include "decode.h"
@@ -27,6 +27,14 @@ struct FloatSteps {
     return Vector::broadcast(reinterpret_cast<const float*>(from));
   }
   static FEWBIT_INLINE Sum add(Sum sum, Sum weight, Sum input) { return Vector::multiply_add(weight, input, sum); }
+  static FEWBIT_INLINE Sum to_floats(Sum sum) { return sum; }
+};
+
+// Two bf16 numbers to a step, their products summed in float32.
+template <class Vector>
+struct Bf16Steps : FloatSteps<Vector> {
+  using Sum = typename Vector::Floats;
+  static FEWBIT_INLINE Sum add(Sum sum, Sum weight, Sum input) { return Vector::add_bf16_products(sum, weight, input); }
 };
 
 template <class Vector>
@@ -41,6 +49,7 @@ struct PairSteps {
   static FEWBIT_INLINE Sum add(Sum sum, Sum weight, Sum input) {
     return Vector::add_words(sum, Vector::pair_products(weight, input));
   }
+  static FEWBIT_INLINE typename Vector::Floats to_floats(Sum sum) { return Vector::to_floats(sum); }
 };
 
 // Rows of 32-bit words, `stride` of them apart.
@@ -158,6 +167,38 @@ void rows_panel(const char* from, int64_t stride, int64_t rows, int64_t count, D
     for (int64_t lane = 0; lane < few; ++lane, panel += kBlockRows) {
       for (int64_t i = 0; i < kBlockRows; ++i) panel[i] = numbers[i][lane];
     }
+  }
+}
+
+// Codes of a group's slots [begin, end), less their zero points, as pairs of bf16, which hold them exactly: integers to 256
+// and small floats times a power of two.
+template <class Vector, class Fields>
+void bf16_panel(const Weight& weight, int64_t block, int64_t group, Range slots, uint32_t* panel) {
+  const int64_t first = block * weight.slots() + group * weight.group_slots + slots.begin;
+  const uint32_t* words = weight.words + first / Fields::kSlots * kBlockRows;
+  typename Vector::Floats zeros[kParts<Vector>];
+  unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
+    zeros[part] = Fields::kHasZero ? Vector::to_floats(zeros_of<Vector>(weight, block, group, part)) : Vector::zero();
+  });
+  const auto one = Vector::broadcast(1.0f);
+  const auto high = Vector::broadcast_word(static_cast<int32_t>(0xffff0000));
+  for (int64_t slot = slots.begin; slot < slots.end; slot += Fields::kSlots, words += kBlockRows) {
+    unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
+      const auto word = Vector::load(words + part * Vector::kLanes);
+      const auto number = [&](auto slot) FEWBIT_LAMBDA {
+        const auto product = Vector::multiply(Fields::template decode<decltype(slot)::value>(word),
+                                              Vector::broadcast(Fields::input_factor(slot)));
+        return Vector::as_words(Vector::subtract_product(product, zeros[part], one));
+      };
+      unroll<Fields::kSlots / 2>([&](auto pair) FEWBIT_LAMBDA {
+        constexpr int kFirst = 2 * decltype(pair)::value;
+        const auto first = number(std::integral_constant<int, kFirst>{});
+        const auto second = number(std::integral_constant<int, kFirst + 1>{});
+        Vector::store_words(panel + pair * kBlockRows + part * Vector::kLanes,
+                            Vector::add_words(Vector::template right<16>(first), Vector::bits_of(second, high)));
+      });
+    });
+    panel += Fields::kSlots / 2 * kBlockRows;
   }
 }
 

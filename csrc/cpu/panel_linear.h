@@ -115,39 +115,30 @@ struct DensePanels : FloatPanels<Vector> {
   }
 };
 
-// Bytes under integers, for CPUs without byte dot products.
-template <class Vector>
+// What panels of pairs share: inputs of two features to a step, and sums of each group, brought under its scales in
+// float32.
+template <class Vector, class Steps>
 struct PairPanels {
   static constexpr int kTile = Vector::kPanelTile;
   const Job& job;
-  const Rounding& rounding;
-  float common;  // the scale of all tokens, 0 where each has its own
 
-  PairPanels(const Job& job, const Rounding& rounding)
-      : job(job), rounding(rounding), common(common_scale<Vector>(job, rounding)) {}
-
-  // The last word of a token's inputs, which are shorter, is its scale.
+  // The last word of a token's inputs, which are shorter, is room for its scale.
   int64_t stride() const { return input_stride(job.weight.slots() / 2); }
   int64_t bytes() const { return stride() * kTile * 4; }
   int64_t tiles_at_a_time() const { return kPanelTokensAtATime / kTile; }
 
-  void place(const Tiles& tiles, int64_t tile, int64_t index, char* memory) const {
-    const Weight& weight = job.weight;
-    float* row = static_cast<float*>(scratch(Scratch::kRow, whole_vectors(weight.columns) * 6));
-    int16_t* codes = reinterpret_cast<int16_t*>(row + whole_vectors(weight.columns));
+  // write(token, its inputs) for the tokens of a tile.
+  template <class Write>
+  void place(const Tiles& tiles, int64_t tile, int64_t index, char* memory, Write&& write) const {
     for (int64_t token = tiles.first(tile); token < tiles.first(tile + 1); ++token) {
-      uint32_t* inputs = reinterpret_cast<uint32_t*>(memory) + (token - tiles.first(tile - index)) * stride();
-      row_to_floats<Vector>(token_row(job, token), job.dtype, weight.columns, row);
-      const float scale = common > 0 ? common : scale_for(largest_of<Vector>(row, weight.columns), rounding);
-      const bool in_order = !has_padding(weight);
-      int16_t* slots = reinterpret_cast<int16_t*>(inputs);
-      round_to_halves<Vector>(row, weight.columns, scale, rounding, in_order ? slots : codes);
-      if (!in_order) place_slots(weight, codes, slots);
-      std::memcpy(inputs + stride() - 1, &scale, sizeof scale);
+      write(token, reinterpret_cast<uint32_t*>(memory) + (token - tiles.first(tile - index)) * stride());
     }
   }
 
-  void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory) const {
+  // decode(block, group, stretch of its slots, panel) for each of them, and the sums for the tokens of the tiles.
+  template <class Decode>
+  void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory, bool scaled,
+                Decode&& decode) const {
     const int64_t first_token = tiles.first(first), tokens = tiles.first(first + count) - first_token;
     const int64_t size = tokens * kBlockRows;  // of a block's sums
     const uint32_t* inputs = reinterpret_cast<const uint32_t*>(memory);
@@ -162,43 +153,106 @@ struct PairPanels {
       const Range some{begin, begin + kPanelBlocks < blocks.end ? begin + kPanelBlocks : blocks.end};
       std::memset(totals, 0, static_cast<size_t>(kPanelBlocks * size) * 4);
       for (int64_t group = 0; group < job.weight.groups; ++group) {
-        sum_group(some, group, tokens, inputs, panels, sums);
+        sum_group(some, group, tokens, inputs, panels, sums, decode);
         for (int64_t i = 0; i < some.end - begin; ++i) {
           add_scaled(begin + i, group, tokens, sums + i * size, totals + i * size);
         }
       }
       for (int64_t i = 0; i < some.end - begin; ++i) {
-        write_out<Vector>(job, begin + i, first_token, static_cast<int>(tokens), totals + i * size, scales);
+        write_out<Vector>(job, begin + i, first_token, static_cast<int>(tokens), totals + i * size,
+                          scaled ? scales : nullptr);
       }
     }
   }
 
  private:
-  void sum_group(Range blocks, int64_t group, int64_t tokens, const uint32_t* inputs, uint32_t* panels,
-                 uint32_t* sums) const {
+  template <class Decode>
+  void sum_group(Range blocks, int64_t group, int64_t tokens, const uint32_t* inputs, uint32_t* panels, uint32_t* sums,
+                 Decode&& decode) const {
     const Weight& weight = job.weight;
     for (int64_t slot = 0; slot < weight.group_slots; slot += 2 * kPanelSteps) {
       const int64_t left = weight.group_slots - slot;
       const int64_t steps = left < 2 * kPanelSteps ? left / 2 : kPanelSteps;
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        pair_panel<Vector>(weight, block, group, {slot, slot + 2 * steps},
-                                 panels + (block - blocks.begin) * steps * kBlockRows);
+        decode(block, group, Range{slot, slot + 2 * steps}, panels + (block - blocks.begin) * steps * kBlockRows);
       }
-      panel_tiles<Vector, PairSteps<Vector>>(
-          blocks.end - blocks.begin, panels, steps, tokens,
-          {inputs + (group * weight.group_slots + slot) / 2, stride()}, {sums, kBlockRows}, slot == 0);
+      panel_tiles<Vector, Steps>(blocks.end - blocks.begin, panels, steps, tokens,
+                                 {inputs + (group * weight.group_slots + slot) / 2, stride()}, {sums, kBlockRows},
+                                 slot == 0);
     }
   }
 
-  // A group's sums, which are exact, under its scales.
   void add_scaled(int64_t block, int64_t group, int64_t tokens, const uint32_t* sums, float* totals) const {
     for (int part = 0; part < kParts<Vector>; ++part) {
       const auto scale = scales_of<Vector>(job.weight, block, group, part);
       for (int64_t at = part * Vector::kLanes; at < tokens * kBlockRows; at += kBlockRows) {
-        const auto sum = Vector::to_floats(Vector::load(sums + at));
+        const auto sum = Steps::to_floats(Steps::load(sums + at));
         Vector::store(totals + at, Vector::multiply_add(scale, sum, Vector::load_floats(totals + at)));
       }
     }
+  }
+};
+
+// Bytes under integers, for CPUs without byte dot products. Sums are exact.
+template <class Vector>
+struct IntegerPanels : PairPanels<Vector, PairSteps<Vector>> {
+  using Base = PairPanels<Vector, PairSteps<Vector>>;
+  using Base::job;
+  const Rounding& rounding;
+  float common;  // the scale of all tokens, 0 where each has its own
+
+  IntegerPanels(const Job& job, const Rounding& rounding)
+      : Base{job}, rounding(rounding), common(common_scale<Vector>(job, rounding)) {}
+
+  void place(const Tiles& tiles, int64_t tile, int64_t index, char* memory) const {
+    const Weight& weight = job.weight;
+    float* row = static_cast<float*>(scratch(Scratch::kRow, whole_vectors(weight.columns) * 6));
+    int16_t* codes = reinterpret_cast<int16_t*>(row + whole_vectors(weight.columns));
+    Base::place(tiles, tile, index, memory, [&](int64_t token, uint32_t* inputs) {
+      const bool in_order = !has_padding(weight);
+      int16_t* slots = reinterpret_cast<int16_t*>(inputs);
+      row_to_floats<Vector>(token_row(job, token), job.dtype, weight.columns, row);
+      const float scale = common > 0 ? common : scale_for(largest_of<Vector>(row, weight.columns), rounding);
+      round_to_halves<Vector>(row, weight.columns, scale, rounding, in_order ? slots : codes);
+      if (!in_order) place_slots(weight, codes, slots);
+      std::memcpy(inputs + Base::stride() - 1, &scale, sizeof scale);
+    });
+  }
+
+  void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory) const {
+    Base::multiply(blocks, tiles, first, count, memory, true,
+                   [&](int64_t block, int64_t group, Range slots, uint32_t* panel) {
+                     pair_panel<Vector>(job.weight, block, group, slots, panel);
+                   });
+  }
+};
+
+// Any codes under bf16 as it is, for CPUs with bf16 dot products.
+template <class Vector, class Fields>
+struct Bf16Panels : PairPanels<Vector, Bf16Steps<Vector>> {
+  using Base = PairPanels<Vector, Bf16Steps<Vector>>;
+  using Base::job;
+
+  // Shorter groups cost more than the products save.
+  static bool take(const Job& job) {
+    return job.dtype == Dtype::kBf16 && !job.weight.minima && job.weight.group_slots >= 32;
+  }
+
+  explicit Bf16Panels(const Job& job) : Base{job} {}
+
+  void place(const Tiles& tiles, int64_t tile, int64_t index, char* memory) const {
+    Base::place(tiles, tile, index, memory, [&](int64_t token, uint32_t* inputs) {
+      const uint16_t* row = static_cast<const uint16_t*>(token_row(job, token));
+      if (has_padding(job.weight)) return place_slots(job.weight, row, reinterpret_cast<uint16_t*>(inputs));
+      std::memcpy(inputs, row, static_cast<size_t>(job.weight.columns) * sizeof *row);
+    });
+  }
+
+  void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory) const {
+    Base::multiply(blocks, tiles, first, count, memory, false,
+                   [&](int64_t block, int64_t group, Range slots, uint32_t* panel) {
+                     bf16_panel<Vector, Fields>(job.weight, block, group, slots, panel);
+                   });
   }
 };
 

@@ -33,7 +33,7 @@ from fewbit.errors import CheckpointError, OutputError
 from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import pack_record
-from fewbit.spec.element import ELEMENTS, F32
+from fewbit.spec.element import ELEMENTS, F32, Element
 from fewbit.spec.granularity import group
 from fewbit.spec.key import LinearKey, QuantKey, ScaleSpec
 from fewbit.spec.layout import COLUMNS, ROWS, Extent, Layout, TensorSpec
@@ -43,7 +43,7 @@ from fewbit.spec.scheme import Rule, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INT8 = LinearKey.parse("int8:channel:f32/tensor:f32")
+_INT8, _ROWS = LinearKey.parse("int8:channel:f32/tensor:f32"), LinearKey.parse("int8:channel:f32")
 _INT8_FACTOR = 1.0 / 127.0
 _LAYOUT = Layout("big-endian", 4, "K", 8)
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -67,6 +67,7 @@ class BitsAndBytes(CheckpointFormat):
     name: ClassVar[str] = "bitsandbytes"
     quant_methods: ClassVar[tuple[str, ...]] = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
     matcher: ClassVar[Matcher] = staticmethod(matches_transformers)
+    scale_element: ClassVar[Element | None] = F32
     zero_scales: ClassVar[bool] = True  # what is stored is the largest magnitude of a block
 
     def split(self, name: str) -> tuple[str, str]:
@@ -209,6 +210,10 @@ class BitsAndBytes(CheckpointFormat):
             written["weight.absmax"] = collect_blocks(scale, (rows, columns), block)
         return {**written, f"weight.{STATE}{kind}": state.tensor()}
 
+    def own_key(self, key: LinearKey) -> LinearKey:
+        """One scale a row is stored as a maximum, a 127th of which is the scale."""
+        return _INT8 if key == _ROWS else key
+
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         if key == _INT8:
             return None
@@ -266,15 +271,13 @@ def _read_int8(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], shape
 
 
 def _write_int8(record: QuantizedTensor) -> dict[str, Tensor]:
+    """Row maxima are 127 times a scale; those of another common factor are rounded to it."""
+    factor, maxima = record["global_scale"].item(), record["scale"]
     # A format that stores the factor as float32 has rounded it once.
-    if abs(record["global_scale"].item() - _INT8_FACTOR) > 2.0**-24 * _INT8_FACTOR:
-        raise OutputError(
-            f"bitsandbytes stores row maxima, 127 times a scale; the record's common factor is "
-            f"{record['global_scale'].item()}, needed 1/127.",
-            "Choose another format.",
-        )
+    if abs(factor - _INT8_FACTOR) > 2.0**-24 * _INT8_FACTOR:
+        maxima = (maxima.double() * (factor / _INT8_FACTOR)).float()
     return {
         "weight": record["codes"],
-        "SCB": record["scale"].reshape(-1),
+        "SCB": maxima.reshape(-1),
         "weight_format": torch.tensor(0, dtype=torch.uint8),
     }

@@ -14,6 +14,7 @@ from fewbit.checkpoints.flat_blocks import block_count, collect_blocks, group_of
 from fewbit.errors import CheckpointError, OutputError
 from fewbit.lazy import torch
 from fewbit.numerics import QuantizedTensor
+from fewbit.numerics.codebooks import CODEBOOKS
 from fewbit.spec.element import ELEMENTS, F32
 from fewbit.spec.granularity import group
 from fewbit.spec.key import QuantKey, ScaleSpec
@@ -26,31 +27,6 @@ STATE = "quant_state.bitsandbytes__"
 
 NESTED_BLOCK = 256
 """Absolute maxima under one second-level maximum."""
-
-CODEBOOKS = {
-    # Quantiles of the normal distribution, scaled to [-1, 1] with an exact zero.
-    "nf4": (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ),
-    # Three bits of magnitude out of order, in twelfths of one (and a 192nd), and a sign.
-    "fp4": tuple(sign * part / 192 for sign in (1, -1) for part in (0, 1, 128, 192, 64, 96, 32, 48)),
-}
-"""Type -> the number that each code stands for, before scaling; what the files hold as float32."""
 
 
 @dataclass(frozen=True)

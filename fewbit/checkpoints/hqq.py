@@ -171,12 +171,8 @@ class Hqq(CheckpointFormat):
         needed = self.specs(replace(stored, shape=shape))[:3]
         word = torch.int32 if form.bits == 3 else torch.uint8
         codes = tensors.get("W_q")
-        if (
-            codes is not None
-            and codes.is_floating_point()
-            and "view_as_float" in tensors
-            and tensors["view_as_float"].any()
-        ):
+        viewed = "view_as_float" in tensors and bool(tensors["view_as_float"].any())
+        if codes is not None and viewed and codes.is_floating_point():
             tensors = {**tensors, "W_q": codes.contiguous().view(word)}
         reason = misfit(needed, {name: header_of(tensor) for name, tensor in tensors.items()}, (rows, columns))
         if reason:
@@ -200,10 +196,8 @@ class Hqq(CheckpointFormat):
             raise OutputError(f"{reason}.", "Choose another format.")
         for role in record.tensors.keys() - {"codes", "scale", "zero_point"}:
             raise OutputError(f"{self.name} has no place for the {role} of {key}.", "Choose another format.")
-        if not record["zero_point"].is_floating_point():
-            raise OutputError(
-                f"hqq stores float zero points, found {record['zero_point'].dtype}.", "Quantize with hqq."
-            )
+        zero, dtype = record["zero_point"], record["scale"].dtype
+        zero = zero if zero.is_floating_point() else zero.to(dtype)  # integers of 8 bits are exact in any of the floats
         size, bits = key.weight.granularity.columns, key.weight.element.bits
         form = _Form(bits, 1, size, (rows, columns))
         codes = unpack_record(record)["codes"].reshape(-1, size)
@@ -212,9 +206,15 @@ class Hqq(CheckpointFormat):
         return {
             "W_q": packings()["strided"].pack(codes, _layout(bits)).reshape(form.words),
             "scale": collect_blocks(record["scale"], (rows, columns), size).reshape(form.scales),
-            "zero": collect_blocks(record["zero_point"], (rows, columns), size).reshape(form.scales),
-            **_notes(form, record["scale"].dtype),
+            "zero": collect_blocks(zero, (rows, columns), size).reshape(form.scales),
+            **_notes(form, dtype),
         }
+
+    def own_key(self, key: LinearKey) -> LinearKey:
+        """Unsigned codes for signed ones, whose zero points move along."""
+        weight = key.weight
+        moves = not (key.activation or weight.symmetric) and weight.element.is_integer
+        return LinearKey(replace(weight, element=_element(weight.element.bits))) if moves else key
 
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         weight, size = key.weight, key.weight.granularity.columns

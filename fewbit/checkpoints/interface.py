@@ -185,6 +185,10 @@ class CheckpointFormat(ABC):
     def refuse(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """Why this format cannot hold a layer of that key and shape, with the numbers; None where it can."""
 
+    def own_key(self, key: LinearKey) -> LinearKey:
+        """The key under which the format stores layers that a preset asks to be `key`, where it has its own."""
+        return key
+
     def caution(self, key: LinearKey, shape: tuple[int, int]) -> str | None:
         """What other readers of the format make of a layer that it can hold, where they are known to refuse it."""
         return None

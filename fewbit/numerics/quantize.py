@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from fewbit.lazy import torch
 from fewbit.numerics.blocks import block_extremes, from_blocks, over_blocks, to_blocks
 from fewbit.numerics.cast import decode, encode
-from fewbit.numerics.ranges import asymmetric_scale, global_scale_of, symmetric_scale
+from fewbit.numerics.codebooks import codebook_of
+from fewbit.numerics.ranges import asymmetric_scale, global_scale_of, stored_scale, symmetric_scale
 from fewbit.numerics.tensor import QuantizedTensor
 from fewbit.spec.key import QuantKey
 from fewbit.spec.layout import PLAIN
@@ -46,6 +47,9 @@ def quantize(
     if not (low.isfinite().all() and high.isfinite().all()):
         raise ValueError("quantize needs finite numbers, found NaN or infinity")
     magnitude = torch.maximum(high, -low)
+    codebook = codebook_of(key)
+    if codebook is not None:
+        return _quantize_to(codebook, blocks, magnitude, key, shape)
     if key.global_scale is not None and global_scale is None:
         largest = block_extremes(to_blocks(magnitude, key.global_scale.granularity))[1]
         global_scale = global_scale_of(largest, key)
@@ -63,6 +67,18 @@ def quantize(
         near_tie = quotients < (key.element.min + 0.5) * (1 - 2.0**-7)  # not where the scale was clamped
         quotients.masked_fill_((blocks == over_blocks(-magnitude)) & near_tie, key.element.min)
     tensors["codes"] = from_blocks(encode(quotients, key.element), shape).contiguous()
+    return QuantizedTensor(key, shape, tensors)
+
+
+def _quantize_to(
+    codebook: tuple[float, ...], blocks: Tensor, magnitude: Tensor, key: QuantKey, shape: tuple[int, ...]
+) -> QuantizedTensor:
+    """Indices of the nearest numbers of an ascending table, whose ends are the largest magnitude of each rectangle."""
+    scale = stored_scale(magnitude, key.scale.element)
+    table = torch.tensor(codebook, device=blocks.device)
+    quotients = (blocks / over_blocks(decode(scale, key.scale.element))).contiguous()
+    codes = torch.bucketize(quotients, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    tensors = {"codes": from_blocks(codes, shape).contiguous(), "scale": scale, "codebook": table}
     return QuantizedTensor(key, shape, tensors)
 
 

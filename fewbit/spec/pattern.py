@@ -166,10 +166,9 @@ def _nothing(_pattern: str) -> None:
 
 def _runs(name: str, lengths: Iterable[int] | None = None) -> Iterator[str]:
     """Every run of whole segments of a name, `a`, `a.b`, `b` of `a.b`, or those of some numbers of segments."""
-    ends = [at for at, character in enumerate(name) if character == "."] + [len(name)]
-    starts = [0, *(end + 1 for end in ends[:-1])]
-    counts = range(1, len(ends) + 1) if lengths is None else [count for count in lengths if count <= len(ends)]
-    return (name[starts[at] : ends[at + count - 1]] for count in counts for at in range(len(ends) - count + 1))
+    parts = name.split(".")
+    counts = range(1, len(parts) + 1) if lengths is None else [count for count in lengths if count <= len(parts)]
+    return (".".join(parts[at : at + count]) for count in counts for at in range(len(parts) - count + 1))
 
 
 @cache

@@ -52,6 +52,11 @@ _KEYS: dict[str, LinearKey] = {
     "MXFP8": LinearKey(_MXFP8, _MXFP8_ACTIVATION),
 }
 
+CODEBOOK_PRESETS: dict[str, Scheme] = {
+    "NF4": Scheme("NF4", (Rule(("Linear",), LinearKey.parse("uint4:group64:f32")),)),
+}
+"""Schemes whose codes are indices into a table, which few formats hold and one algorithm chooses: round to nearest."""
+
 _ALIASES = {"INT8": "W8A8", "FP8_PER_TENSOR": "FP8", "FP8_PER_CHANNEL": "FP8_DYNAMIC", "INT4": "W4A16"}
 
 PRESETS: dict[str, Scheme] = {name: Scheme(name, (Rule(("Linear",), key),)) for name, key in _KEYS.items()}
@@ -63,11 +68,12 @@ def preset(name: str) -> Scheme:
     Raises:
         SchemeError: there is none of that name; the closest is suggested.
     """
-    known = {_folded(word): word for word in [*PRESETS, *_ALIASES]}
+    schemes = PRESETS | CODEBOOK_PRESETS
+    known = {_folded(word): word for word in [*schemes, *_ALIASES]}
     canonical = known.get(_folded(name.strip()))
     if canonical is None:
         raise SchemeError(f"Unknown scheme {name!r}.", closest(name, known.values()))
-    return PRESETS[_ALIASES.get(canonical, canonical)]
+    return schemes[_ALIASES.get(canonical, canonical)]
 
 
 BUDGET_KEYS: tuple[LinearKey, ...] = tuple(

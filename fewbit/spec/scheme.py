@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -150,6 +150,12 @@ class Scheme:
     def with_scale_element(self, element: Element) -> Scheme:
         """The same scheme with 16- and 32-bit float weight scales stored in `element`."""
         return self._map_weights(lambda key: key.with_scale_element(element) if key.scale.element.bits > 8 else key)
+
+    def with_keys(self, change: Callable[[LinearKey], LinearKey]) -> Scheme:
+        """The same scheme with every key changed."""
+        return replace(
+            self, rules=tuple(replace(rule, key=change(rule.key)) if rule.key else rule for rule in self.rules)
+        )
 
     def _map_weights(self, change: Any) -> Scheme:
         rules = (

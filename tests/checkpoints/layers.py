@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fewbit.checkpoints.bitsandbytes_state import CODEBOOKS
 from fewbit.checkpoints.dtypes import header_of
 from fewbit.checkpoints.interface import TensorHeader
 from fewbit.numerics import QuantizedTensor, code_dtype, quantize
+from fewbit.numerics.codebooks import CODEBOOKS
 from fewbit.spec import PRESETS, LinearKey, QuantKey
 
 _TOKEN_INT8 = "int8:token:f32:dynamic"

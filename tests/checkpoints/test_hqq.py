@@ -17,7 +17,7 @@ from fewbit.checkpoints.hqq import Hqq
 from fewbit.checkpoints.interface import StoredLayer
 from fewbit.checkpoints.registry import recognize
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import CheckpointError, OutputError
+from fewbit.errors import CheckpointError
 from fewbit.packing.registry import dequantize_record, packings
 from fewbit.packing.strided import FIELDS
 from fewbit.spec import ELEMENTS, Layout, LinearKey
@@ -215,11 +215,11 @@ def test_refusals(key: str, shape: tuple[int, int], found: str) -> None:
     assert found in str(HQQ.refuse(LinearKey.parse(key), shape))
 
 
-def test_integer_zero_points_are_not_written() -> None:
+def test_integer_zero_points_are_written_as_floats() -> None:
     key = KEYS["uint4:asym:group64:bf16"]
     record = layer(key)
-    with pytest.raises(OutputError, match="float zero points"):
-        HQQ.write(record.with_tensors(zero_point=torch.ones_like(record["zero_point"], dtype=torch.uint8)), key)
+    record = record.with_tensors(zero_point=torch.full_like(record["zero_point"], 7, dtype=torch.uint8))
+    assert HQQ.write(record, key)["zero"].unique().tolist() == [7.0]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ READABLE = [
     if element.bits <= 8 and not element.is_exponent_only  # every element a weight may have
 ]
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 29)
+MANY = (24, 98)
+"""Tokens that are multiplied by panels, and more than are multiplied at a time."""
 INTEGER_ACTIVATIONS = QuantKey(ELEMENTS["int8"], ScaleSpec(F32, TENSOR))
 
 
@@ -66,14 +68,18 @@ def test_every_code_is_read_exactly(instruction_set: str, element, scale) -> Non
 @pytest.mark.parametrize("key", KEYS)
 def test_every_tile_width_of_every_instruction_set(instruction_set: str, key: str) -> None:
     for kernel in (WEIGHT_ONLY, INT8):
-        for turn, (rows, columns) in enumerate([(16, 64), (33, 129)]):
+        for rows, columns, widths, dtypes in (
+            (16, 64, WIDTHS, ["f16"]),
+            (33, 129, WIDTHS, ["f32", "bf16"]),
+            (90, 600, MANY, ["bf16"]),
+        ):
             record = layer(KEYS[key], rows, columns)
-            for dtype in ("f32", "bf16") if turn else ("f16",):
+            for dtype in dtypes:
                 request = LinearRequest.of(record, KEYS[key], dtype)
                 if kernel.refuse(request, probe.this_machine("cpu")) is not None:
                     continue
                 ready = kernel.prepare(record, request)
-                for width in WIDTHS:
+                for width in widths:
                     x = inputs((width, columns), DTYPES[dtype])
                     assert_close(kernel.run(x, ready, None), expected(x, record, request.key, None, kernel), dtype)
 
@@ -113,14 +119,15 @@ def test_integer_sums_are_exact(instruction_set: str, element: str, code: str, n
 
 def test_a_sum_of_the_longest_k_does_not_overflow(instruction_set: str) -> None:
     record, key = integer_layer("int8", 127, 1 << 16)
-    y = INT8.run(torch.full((1, 1 << 16), 127.0), prepared(record, key), None)
-    assert torch.equal(y, torch.full((1, 20), 127.0 * 127 * (1 << 16)))
+    for width in (1, MANY[0]):
+        y = INT8.run(torch.full((width, 1 << 16), 127.0), prepared(record, key), None)
+        assert torch.equal(y, torch.full((width, 20), 127.0 * 127 * (1 << 16)))
 
 
 @needs_extension
 def test_instruction_sets_agree_about_integers_to_the_last_bit() -> None:
     record = layer(KEYS["W8A8"], 48, 320)
-    ready, x = prepared(record, KEYS["W8A8"]), torch.randn(9, 320)
+    ready, x = prepared(record, KEYS["W8A8"]), torch.randn(40, 320)
     results = []
     for name in SETS:
         with native.forced(name):

@@ -24,6 +24,7 @@ from fewbit.models.load import load
 from fewbit.models.quantization.quantize import quantize
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import QuantizedTensor
+from fewbit.numerics import quantize as quantize_numbers
 from fewbit.packing.registry import dequantize_record
 from fewbit.spec import LinearKey
 from tests.checkpoints.layers import layer
@@ -32,6 +33,7 @@ from tests.tiny_models import VOCABULARY, save_tiny_model
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
 
 SHAPE = (128, 256)
+NF4 = LinearKey.parse("uint4:group64:f32")
 
 
 def original(module: str) -> Any:
@@ -109,6 +111,29 @@ def test_bitsandbytes_reads_4_bit_layers() -> None:
     state.dtype = torch.float32
     found = functional.dequantize_4bit(tensors["weight"], state)
     torch.testing.assert_close(found, dequantize_record(record), rtol=1e-6, atol=0)
+
+
+def test_bitsandbytes_chooses_the_same_codes() -> None:
+    functional = original("bitsandbytes.functional")
+    weight = torch.randn(SHAPE)
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    tensors = formats()["bitsandbytes"].write(quantize_numbers(weight, NF4.weight), NF4)
+    assert torch.equal(tensors["weight"], packed.reshape(-1, 1))
+    assert torch.equal(tensors["weight.absmax"], state.absmax)
+
+
+@pytest.mark.parametrize("scheme", ["NF4", "W8A16"])
+def test_transformers_reads_bitsandbytes_folders(scheme: str, tmp_path: Path) -> None:
+    functional = original("bitsandbytes.functional")
+    quantize(save_tiny_model(tmp_path / "model"), tmp_path / "q", scheme, format="bitsandbytes", effort="fast")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16, device_map="cpu")
+    for one in decoded_layers(StoredCheckpoint.open(tmp_path / "q")):
+        module = theirs.get_submodule(one.name)
+        if scheme == "NF4":
+            found = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        else:
+            found = functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
+        torch.testing.assert_close(found.float().reshape(one.numbers.shape), one.numbers, rtol=2**-7, atol=0)
 
 
 def test_bitsandbytes_reads_8_bit_layers() -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fewbit.kernels.select import Preference
+from fewbit.models.conversion.convert import convert
 from fewbit.models.load import load
 from fewbit.models.quantization.quantize import quantize
 from tests.tiny_models import save_tiny_model
@@ -106,7 +107,7 @@ def test_blocks_that_do_not_fit_are_right_in_fewbit(tmp_path: Path, sizes: tuple
 
 
 def test_native_fp8_blocks_load_in_stock_transformers(tmp_path: Path) -> None:
-    """Weights alone: on a CPU transformers dequantizes and leaves activations as they are."""
+    """Weights, and logits of what they stand for: on a CPU transformers dequantizes and leaves activations alone."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to read FP8")
     source = save_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
     quantize(source, tmp_path / "q", "FP8_BLOCK", format="fp8", effort="fast")
@@ -116,3 +117,5 @@ def test_native_fp8_blocks_load_in_stock_transformers(tmp_path: Path) -> None:
 
     for layer in decoded_layers(StoredCheckpoint.open(tmp_path / "q")):
         torch.testing.assert_close(theirs.get_submodule(layer.name).weight.data, layer.numbers, rtol=2e-3, atol=1e-6)
+    convert(tmp_path / "q", tmp_path / "plain", "f32")
+    agree(load(tmp_path / "plain", device="cpu"), theirs.eval(), IDS % 256)

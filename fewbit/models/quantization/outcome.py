@@ -74,7 +74,7 @@ def outcome_of(layer: PlannedLayer, weight: Tensor, written: WrittenLayer, seen:
         sum(tensor.nbytes for tensor in written.stored.values()),
         written.result.method,
         written.result.loss,
-        None if "order" in reread or "minimum" in reread else clipped_share(weight, reread),
+        None if {"order", "minimum", "codebook"} & reread.tensors.keys() else clipped_share(weight, reread),
         seen.tokens,
         seen.note,
     )

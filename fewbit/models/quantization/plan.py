@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fewbit.algorithms.registry import algorithm
+from fewbit.algorithms.round_to_nearest import RoundToNearest
 from fewbit.checkpoints.dtypes import nbytes
 from fewbit.checkpoints.interface import CheckpointFormat
 from fewbit.checkpoints.registry import formats, writable
@@ -27,9 +28,11 @@ from fewbit.models.quantization.transforms.registry import of_recipe
 from fewbit.models.replace import submodule
 from fewbit.models.stored import StoredCheckpoint
 from fewbit.numerics import float_element
+from fewbit.numerics.codebooks import codebook_of
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 from fewbit.spec.recipe import Recipe
+from fewbit.spec.scheme import Scheme
 
 EMBEDDING = "Embedding"
 """The class by which rules name a model's input embedding, whatever its class is called."""
@@ -152,7 +155,8 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     checkpoint = written_format(recipe.format)
     config = read_config(source)
     dtype = float_element(config_dtype(config))
-    scheme = recipe.scheme.with_scale_element(dtype)
+    scheme = recipe.scheme.with_scale_element(checkpoint.scale_element or dtype).with_keys(checkpoint.own_key)
+    _check_algorithm(recipe, scheme)
     recipe = Recipe(**{**vars(recipe), "scheme": scheme, "source": recipe.source or source.resolve().name})
     model = build_on_meta(config, config_dtype(config))
     layers = _layers(stored, model, recipe)
@@ -176,6 +180,15 @@ def make_plan(source: str | Path, recipe: Recipe, short_last_group: bool = False
     parameters = sum(prod(header.shape) for header in stored.folder.headers.values())
     largest = _largest_block(stored, layers)
     return Plan(recipe, layers, plain, before, after, largest, dtype.name, unties, cautions, parameters)
+
+
+def _check_algorithm(recipe: Recipe, scheme: Scheme) -> None:
+    tables = [key for key in scheme.keys if codebook_of(key.weight)]
+    if tables and (recipe.algorithm != RoundToNearest.name or recipe.transforms):
+        raise SchemeError(
+            f"{recipe.algorithm} chooses numbers, and codes of {tables[0]} are indices into a table.",
+            "Ask for --effort fast, which rounds to nearest.",
+        )
 
 
 def stated_config(
@@ -305,7 +318,7 @@ def _check_shapes(layers: tuple[PlannedLayer, ...], checkpoint: CheckpointFormat
     for layer in layers:
         reason = _refusal(checkpoint, layer)
         if reason:
-            hint = "Choose a group size that divides it." if layer in uneven else "Ignore it."
+            hint = "Choose a group size that divides it." if layer in uneven else "Choose another scheme, or ignore it."
             raise ShapeError(f"{checkpoint.name} cannot hold {layer.name} as {layer.key}: {reason}.", hint)
 
 

@@ -32,6 +32,7 @@ from fewbit.models.quantization.self_samples import samples_unasked, self_sample
 from fewbit.models.quantization.texts import read_text
 from fewbit.models.quantization.transforms.registry import parse_transform
 from fewbit.numerics.activations import needs_calibration
+from fewbit.numerics.codebooks import codebook_of
 from fewbit.spec.granularity import CHANNEL, group
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import BUDGET_KEYS, kv_cache_preset, preset
@@ -105,7 +106,8 @@ class QuantizeOptions:
         if self.embeddings is not None:
             table = LinearKey(preset(self.embeddings).keys[0].weight)
             scheme = replace(scheme, rules=(*scheme.rules, Rule((EMBEDDING,), table)))
-        means = means_for(self.effort, scheme)
+        tables = any(codebook_of(key.weight) for key in scheme.keys)  # for which there is one algorithm
+        means = means_for("fast" if tables else self.effort, scheme)
         chosen = algorithm(self.algorithm or means.algorithm, self.settings)
         named = self.transforms or (() if self.algorithm else means.transforms)
         transforms = tuple(parse_transform(text).record for text in named)
