@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fewbit.algorithms.effort import EFFORTS, means_for
@@ -25,6 +27,14 @@ def test_an_algorithm_that_is_named_wins() -> None:
     assert recipe.algorithm == "scale_search"
     tuned = QuantizeOptions("W4A16", algorithm="gptq", settings={"damping": "0.05"}).recipe()
     assert tuned.settings["damping"] == 0.05 and tuned.settings["act_order"] is True
+
+
+def test_balanced_takes_the_asymmetric_term_for_narrow_integers_unless_told_otherwise() -> None:
+    def term(name: str, **given: Any) -> float:
+        return float(QuantizeOptions(name, effort="balanced", **given).recipe().settings["asymmetric"])
+
+    assert (term("W4A16"), term("W2A16_ASYM"), term("NVFP4A16"), term("FP8_DYNAMIC")) == (0.25, 0.25, 0, 0)
+    assert term("W4A16", settings={"asymmetric": "0"}) == term("W4A16", algorithm="gptq") == 0
 
 
 def test_effort_smooths_what_rounds_inputs_to_integers_and_nothing_else() -> None:

@@ -102,6 +102,9 @@ def layer(key: LinearKey, rows: int, columns: int) -> QuantizedTensor:
     if key.weight.symmetric and key.weight.element.min == 0:
         numbers = numbers.abs()
     record = quantize(numbers, key.weight)
+    if "codebook" in record:  # codes are numbers here
+        plain = {role: tensor for role, tensor in record.tensors.items() if role != "codebook"}
+        record = replace(record, tensors=plain)
     every = finite_codes(key.weight.element)
     picks = torch.arange(rows * columns).remainder(len(every))[torch.randperm(rows * columns)]
     record = record.with_tensors(codes=_taken(every, picks).reshape(rows, columns))

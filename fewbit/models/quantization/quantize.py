@@ -108,7 +108,8 @@ class QuantizeOptions:
             scheme = replace(scheme, rules=(*scheme.rules, Rule((EMBEDDING,), table)))
         tables = any(codebook_of(key.weight) for key in scheme.keys)  # for which there is one algorithm
         means = means_for("fast" if tables else self.effort, scheme)
-        chosen = algorithm(self.algorithm or means.algorithm, self.settings)
+        own = {} if self.algorithm else means.settings
+        chosen = algorithm(self.algorithm or means.algorithm, {**own, **self.settings})
         named = self.transforms or (() if self.algorithm else means.transforms)
         transforms = tuple(parse_transform(text).record for text in named)
         return Recipe(
