@@ -108,7 +108,6 @@ struct Avx2 {
 
   // sum += products of four bytes in each word: weight bytes unsigned, activation bytes signed.
   static constexpr bool kByteDotProducts = false;
-  static constexpr bool kBf16Products = false;
 };
 
 #ifdef __AVXVNNI__

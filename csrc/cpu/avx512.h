@@ -93,7 +93,6 @@ struct Avx512 {
   }
 
   static constexpr bool kByteDotProducts = false;
-  static constexpr bool kBf16Products = false;
 };
 
 #ifdef __AVX512VNNI__
@@ -107,7 +106,6 @@ struct Avx512Vnni : Avx512 {
 
 #ifdef __AVX512BF16__
 struct Avx512Bf16 : Avx512 {
-  static constexpr bool kBf16Products = true;
   // sum += products of two bf16 numbers in each word. Subnormal numbers count as zero.
   static Floats add_bf16_products(Floats sum, Floats a, Floats b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -80,13 +80,20 @@ template <class Vector>
 void linear(const Job& job, Team& team, Range blocks) {
   with_fields<Vector>(job.weight.element, [&](auto fields) {
     using Fields = decltype(fields);
-    if constexpr (Vector::kBf16Products) {
-      if (job.tokens >= kPanelTokens && Bf16Panels<Vector, Fields>::take(job)) {
-        return run(Bf16Panels<Vector, Fields>(job), job.tokens, team, blocks);
-      }
-    }
     if (job.tokens >= kPanelTokens) return run(WeightOnlyPanels<Vector, Fields>(job), job.tokens, team, blocks);
     run(FloatArithmetic<Vector, Fields>{job}, job.tokens, team, blocks);
+  });
+}
+
+// Whether bf16_linear is worth its panels: groups that are shorter cost more than the products save.
+inline bool takes_bf16_panels(const Job& job) {
+  return job.tokens >= kPanelTokens && job.dtype == Dtype::kBf16 && !job.weight.minima && job.weight.group_slots >= 32;
+}
+
+template <class Vector>
+void bf16_linear(const Job& job, Team& team, Range blocks) {
+  with_fields<Vector>(job.weight.element, [&](auto fields) {
+    run(Bf16Panels<Vector, decltype(fields)>(job), job.tokens, team, blocks);
   });
 }
 

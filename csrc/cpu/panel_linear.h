@@ -233,11 +233,6 @@ struct Bf16Panels : PairPanels<Vector, Bf16Steps<Vector>> {
   using Base = PairPanels<Vector, Bf16Steps<Vector>>;
   using Base::job;
 
-  // Shorter groups cost more than the products save.
-  static bool take(const Job& job) {
-    return job.dtype == Dtype::kBf16 && !job.weight.minima && job.weight.group_slots >= 32;
-  }
-
   explicit Bf16Panels(const Job& job) : Base{job} {}
 
   void place(const Tiles& tiles, int64_t tile, int64_t index, char* memory) const {

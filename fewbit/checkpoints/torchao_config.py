@@ -65,7 +65,10 @@ def configured_keys(quant_type: Any) -> dict[str, LinearKey]:
     if not isinstance(default, dict) or not isinstance(data, dict):
         raise CheckpointError(f"quant_type is {quant_type!r}, needed a default configuration.", "Mend config.json.")
     if default.get("_type") == "FqnToConfig":
-        return {name: _key(one) for name, one in data.get("fqn_to_config", {}).items()}
+        by_name = data.get("fqn_to_config")
+        if not isinstance(by_name, dict):
+            raise CheckpointError(f"FqnToConfig names {by_name!r}, needed layers.", "Mend config.json.")
+        return {name: _key(one) for name, one in by_name.items()}
     return {"Linear": _key(default)}
 
 
@@ -144,8 +147,9 @@ def _key(config: Any) -> LinearKey:
         return LinearKey(QuantKey(E4M3, ScaleSpec(F32, CHANNEL)))
     if kind != _INTX or not isinstance(data, dict):
         raise CheckpointError(f"torchao's {kind} is not known.", f"Known: {_INTX}, {_INT8}, {_FLOAT8}.")
-    name, mapping = (str((data.get(field) or {}).get("_data")) for field in ("weight_dtype", "mapping_type"))
-    size = ((data.get("granularity") or {}).get("_data") or {}).get("group_size")
+    name, mapping = (str(_data(data.get(field))) for field in ("weight_dtype", "mapping_type"))
+    granularity = _data(data.get("granularity"))
+    size = granularity.get("group_size") if isinstance(granularity, dict) else None
     element: Element | None = {f"int{bits}": integer(bits) for bits in range(2, 9)}.get(name)
     if element is None or (size is not None and (type(size) is not int or size < 1)):
         raise CheckpointError(f"{_INTX} has weight_dtype {name} and group_size {size!r}.", "Mend config.json.")
@@ -155,6 +159,10 @@ def _key(config: Any) -> LinearKey:
 
 def _wrapped(kind: str, data: Any) -> dict[str, Any]:
     return {"_type": kind, "_data": data}
+
+
+def _data(value: Any) -> Any:
+    return value.get("_data") if isinstance(value, dict) else None
 
 
 def _version(number: int, kind: str, data: Any) -> dict[str, Any]:

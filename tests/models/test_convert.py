@@ -49,6 +49,9 @@ ONE_WAY = {
 }
 """Checkpoints whose own format does not take them back."""
 
+MULTIPLIED_OUT = {"llama-e-Q4_0.gguf", "llama-e-Q4_1.gguf", "llama-d-Q4_K_M.gguf"}
+"""Files with scales of scales, which other formats hold multiplied out, from where no way leads back."""
+
 EVERY = sorted(path.name for path in BESIDE.glob("*") if not path.name.startswith("base"))
 
 
@@ -84,7 +87,11 @@ def check_there_and_back(source: Path, to: str, folder: Path) -> None:
     assert not before
     widened = formats()[to].widens  # what holds a few widths only need not lead back
     if stored.format.name in WRITABLE and source.name not in ONE_WAY and not widened:
-        back = convert(folder / "there", folder / "back", stored.format.name)
+        try:
+            back = convert(folder / "there", folder / "back", stored.format.name)
+        except OutputError:
+            assert source.name in MULTIPLIED_OUT, source.name
+            return
         assert back["rounded"] or report["rounded"] or hashes(folder / "back") == hashes(source)
 
 
