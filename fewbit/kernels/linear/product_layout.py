@@ -30,6 +30,7 @@ SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
 """Kind -> fewest input features under one scale: tensor cores multiply 32 at a time, and so are bytes read."""
 BLOCK = 128
 BLOCKS_APART = 4
+"""Blocks along K come in fours; other numbers of them need padding that was not verified."""
 FOLDED_GROUP = 32
 FOLDED_RANGE = 14
 """E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
@@ -110,7 +111,7 @@ class ProductLayout:
         """Bytes of all prepared tensors, counters and what activations need aside."""
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
-        blocks = self.rows // BLOCK * -(-groups // BLOCKS_APART) * BLOCKS_APART * 4 if self.in_blocks else 0
+        blocks = self.rows // BLOCK * groups * 4 if self.in_blocks else 0
         return self.rows * (self.units * self.run + groups * size + 4) + blocks
 
     @property
@@ -122,7 +123,8 @@ class ProductLayout:
     def in_blocks(self) -> bool:
         """Whether scales lie in blocks of 128x128 on one side and groups of 128 on the other, as torch multiplies."""
         square = (self.group, self.block_rows, self.x_group) == (BLOCK, BLOCK, BLOCK)
-        return square and self.kind == "codes" and self.operand == "e4m3" and self.rows % BLOCK == 0
+        whole = self.rows % BLOCK == 0 and self.columns % (BLOCK * BLOCKS_APART) == 0
+        return square and whole and self.kind == "codes" and self.operand == "e4m3"
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
@@ -209,9 +211,8 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
 
 
 def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
-    """float32 [N / 128, groups up to the next multiple of four] of scales [groups, N] that 128 rows have in common."""
-    blocks = scale[:, :: layout.block_rows].t().float()
-    return torch.nn.functional.pad(blocks, (0, -blocks.shape[1] % BLOCKS_APART)).contiguous()
+    """float32 [N / 128, groups] of scales [groups, N] that 128 rows have in common."""
+    return scale[:, :: layout.block_rows].t().float().contiguous()
 
 
 def can_fold(plain: QuantizedTensor) -> bool:

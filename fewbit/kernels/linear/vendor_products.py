@@ -58,7 +58,7 @@ def _of_rows(
 def _of_blocks(
     codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], layout: ProductLayout, dtype: torch.dtype
 ) -> Tensor:
-    """Scales of x lie along M first, those of groups along N, those of blocks along K, a multiple of four of them."""
+    """Scales of x lie along M first, those of groups along N, those of blocks along K."""
     kinds, tokens = torch.nn.functional.ScalingType, codes.shape[0]
     missing = -tokens % ROW_QUANTUM
     if not layout.x_group:
@@ -67,8 +67,7 @@ def _of_blocks(
         codes = torch.nn.functional.pad(codes.view(torch.int8), (0, 0, 0, missing)).view(codes.dtype)
         x_scale = torch.nn.functional.pad(x_scale, (0, missing), value=1.0)
     if layout.in_blocks:
-        groups = tensors["scale"].shape[0]
-        scale, kind = tensors["block_scale"][:, :groups].t(), kinds.BlockWise128x128
+        scale, kind = tensors["block_scale"].t(), kinds.BlockWise128x128
     else:
         scale, kind = (tensors["scale"].float() * tensors["row_scale"]).t(), kinds.BlockWise1x128
     product = torch.nn.functional.scaled_mm(
