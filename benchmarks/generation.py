@@ -33,7 +33,7 @@ class Process:
 
     def __init__(self, engine: str, model: str, python: str, threads: int) -> None:
         self.child = subprocess.Popen(
-            [python, str(ENGINES), engine, model, str(threads)],
+            [python, "-P", str(ENGINES), engine, model, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

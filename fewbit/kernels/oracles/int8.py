@@ -42,8 +42,8 @@ def _covers(key: LinearKey) -> bool:
     return key.weight.element.is_integer and key.activation is not None
 
 
-# CPU goes before ONEDNN, because the compiled step cannot call oneDNN. On a Xeon with AMX and two threads it is also 1.5
-# to 2.1 times as fast for one token, while oneDNN is 1.2 to 2.3 times as fast for 16 and 128.
+# CPU goes before ONEDNN, because the compiled step cannot call oneDNN. On a Xeon with AMX and two threads it is also
+# 1.5 to 2.1 times as fast for one token, while oneDNN is 1.2 to 2.3 times as fast for 16 and 128.
 # INT4PACK only ever drops the activation key. It goes before INT8PACK, whose weight-only kernel reads twice the bytes.
 FAMILY = Family(
     "int8",
