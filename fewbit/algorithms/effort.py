@@ -45,8 +45,9 @@ _SMOOTHED = {
 def means_for(effort: str, scheme: Scheme) -> Means:
     """What `effort` means for `scheme`.
 
-    The asymmetric term of GPTAQ was measured for integers alone. Weights of 8-bit integers leave little to win, and `balanced` reads no data for them unless activations are 8-bit
-    integers too: there outliers are what costs, and SmoothQuant moves them into the weights.
+    The asymmetric term of GPTAQ was measured for integers alone. Weights of 8-bit integers leave little to win, and
+    `balanced` reads no data for them unless activations are 8-bit integers too: there outliers are what costs, and
+    SmoothQuant moves them into the weights.
 
     Raises:
         SchemeError: the effort is unknown.
