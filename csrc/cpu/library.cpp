@@ -32,11 +32,12 @@ bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vn
 bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-// Best first.
+// Best first. Pairs of bf16 come after what they were to replace: on a Xeon with AMX, W4A16 for 128 tokens took 1.9 times
+// as long by them as by tiles of float32. They run where they are asked for by name.
 const InstructionSet kInstructionSets[] = {
 #ifndef FEWBIT_ONLY_AVX2
-    {"avx512-bf16", &kAvx512Bf16Kernels, has_avx512_bf16},
     {"avx512-vnni", &kAvx512VnniKernels, has_avx512_vnni},
+    {"avx512-bf16", &kAvx512Bf16Kernels, has_avx512_bf16},
     {"avx512", &kAvx512Kernels, has_avx512},
     {"avx2-vnni", &kAvx2VnniKernels, has_avx2_vnni},
 #endif
