@@ -28,10 +28,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 MAX_JSON_BYTES = 100_000_000
-READERS = 8
+READERS = 4
 """Threads that read a whole checkpoint to know its bytes; hashing one is slower than most disks."""
 
-PIECE_BYTES = 1 << 22
+PIECE_BYTES = 1 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

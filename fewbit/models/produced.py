@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fewbit.kernels.activation.producer import gated, normed
 from fewbit.methods.linear import QuantizedLinear
-from fewbit.models.families import blocks_of, family_of_model
+from fewbit.models.families import FAMILIES, blocks_of
 from fewbit.models.joint import JoinedProduct, ProjectionPart
 from fewbit.models.online_transforms import is_transformed
 from fewbit.models.replace import replace_submodule, submodule
@@ -63,7 +63,8 @@ def round_as_made(model: PreTrainedModel) -> int:
     Args:
         model: loaded, its layers processed.
     """
-    if not family_of_model(model).gated:
+    family = FAMILIES.get(model.config.get_text_config().model_type)
+    if family is None or not family.gated:
         return 0
     found = 0
     for name, block in blocks_of(model).items():

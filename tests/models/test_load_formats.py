@@ -161,7 +161,7 @@ def test_a_scale_of_zero_is_a_fault_where_the_format_has_none(
     assert sound or "up_proj: has a scale of zero" in checks["scales and codes"].detail
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "hqq", "mxfp4", "torchao"])
+@pytest.mark.parametrize("name", ["bitsandbytes", "hqq", "mxfp4"])
 def test_formats_that_no_preset_fits_refuse_before_any_work(name: str, tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "model")
     with pytest.raises(ShapeError, match=rf"{name} cannot hold model\.layers"):

@@ -92,6 +92,7 @@ class Run:
         self.watch = CacheWatch()
         self.writer = LayerWriter(self.checkpoint, plan)
         self.units = self._units()
+        self.apart = self.device.type != "cpu"
 
     def quantize(self, work: WorkFolder) -> None:
         """Finishes every unit that is not: what is outside the blocks first, then block by block.
@@ -104,16 +105,19 @@ class Run:
         if any(count != finished for count in counts):
             raise OutputError(f"Not every process sees {work.path}.", "Write to a place that all of them share.")
         stream = self._stream() if finished < len(self.units) else None
-        with OneBehind(apart=self.device.type != "cpu") as finishing:
+        with OneBehind(self.apart) as finishing:
             for number, (block, names) in enumerate(self.units.items()):
                 if number >= finished:
-                    unit = self._unit(stream, block)
-                    if unit is not None:
-                        finishing.do(lambda unit=unit: work.add(unit.tensors, unit.facts()))
+                    self._finish(finishing, work, self._unit(stream, block))
                 elif stream is not None and block:
                     self.transforms.enter(stream, block)
                     stream.replay(block, self._finished_weights(block, work.unit(number)))
                 self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
+
+    @staticmethod
+    def _finish(finishing: OneBehind, work: WorkFolder, unit: DoneUnit | None) -> None:
+        if unit is not None:
+            finishing.do(lambda: work.add(unit.tensors, unit.facts()))
 
     def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
         """What a unit became; None in processes that do not write."""
@@ -138,8 +142,9 @@ class Run:
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
             tensors |= found
             made[name] = list(found)
-            known = (layer, self.folder.load(name), own, self.solver.input_seen(layer))
-            outcomes.append(partial(outcome_of, *known))
+            outcome = partial(outcome_of, layer, self.folder.load(name), own, self.solver.input_seen(layer))
+            # Put off, it holds what the layer was and what it became.
+            outcomes.append(outcome if self.apart else partial(_given, outcome()))
         scales = dict(self._cache_scales(block)) if block else {}
         return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
 
@@ -280,3 +285,7 @@ class Run:
         """The tensors that the model class does not build; they are written as they were."""
         place = self.partial.destinations.tensor
         return sorted(name for name in self.folder.headers if tensor_slot(self.model, place(name)) is None)
+
+
+def _given(outcome: LayerOutcome) -> LayerOutcome:
+    return outcome
