@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,8 +16,9 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
     """Print the format, the scheme by group of modules, bits per weight, bytes and oddities. No weight is read."""
     from fewbit.models.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(model)
-    groups = _groups(found.layers)
+    with _uncollected():
+        found = inspect_checkpoint(model)
+        groups = _groups(found.layers)
     if json:
         print_json(
             {
@@ -46,6 +50,19 @@ def inspect(model: options.ModelFolder, json: options.Json = False) -> None:
         console.print(f"Transform {transform}.")
     for oddity in found.oddities:
         console.print(f"[yellow]Oddity:[/] {oddity}")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for cycles meanwhile: of a large checkpoint a million objects are made and kept, none of them garbage,
+    and searching them takes as long as making them."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _groups(layers: tuple[Any, ...]) -> list[dict[str, Any]]:
