@@ -33,6 +33,9 @@ from fewbit.algorithms.scale_fit import fit_scales
 from fewbit.algorithms.scale_search import search_scales
 from fewbit.errors import SchemeError
 
+ASYMMETRIC_NOTE = "asymmetric term in"
+"""How the note begins on the rows that the term helps: what was asked for, no fallback."""
+
 
 @dataclass(frozen=True)
 class GptqSettings:
@@ -165,7 +168,7 @@ class Gptq(Algorithm):
 
         helps = missed(moved) < missed(values)  # false where it is not finite
         wanted = target + self.settings.asymmetric * (factor.T @ (factor @ pull))
-        note = f"asymmetric term in {int(helps.sum())} of {len(helps)} rows"
+        note = f"{ASYMMETRIC_NOTE} {int(helps.sum())} of {len(helps)} rows"
         return torch.where(helps, moved, values), torch.where(helps, wanted, target), note
 
     def _results(

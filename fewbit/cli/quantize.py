@@ -140,6 +140,8 @@ def _print_transforms(entries: list[dict[str, Any]]) -> None:
 
 
 def _print_outcome(report: dict[str, Any]) -> None:
+    from fewbit.algorithms.gptq import ASYMMETRIC_NOTE
+
     lossy = [layer for layer in report["layers"] if layer["sqnr_db"] is not None]
     worst = min(lossy, key=lambda layer: layer["sqnr_db"], default=None)
     quality = "Nothing was lost."
@@ -161,5 +163,7 @@ def _print_outcome(report: dict[str, Any]) -> None:
     if unreached:
         console.print(f"[yellow]Note:[/] no calibration token reached {len(unreached)} layers, {unreached[0]} for one.")
     for method in sorted({layer["method"] for layer in report["layers"]} - {report["algorithm"]}):
+        if method.startswith(f"{report['algorithm']}: {ASYMMETRIC_NOTE}"):
+            continue
         names = [layer["name"] for layer in report["layers"] if layer["method"] == method]
         console.print(f"[yellow]Note:[/] {len(names)} layers fell back ({method}), the first {names[0]}.")
