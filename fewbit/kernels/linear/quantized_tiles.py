@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fewbit.kernels.activation.rounding import Rounding
+from fewbit.kernels.activation.rounding import Rounding, rounding_obstacles
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.products import static_tensors
-from fewbit.kernels.linear.triton_tiles import COUNTERS, multiply, tile_bytes
+from fewbit.kernels.linear.triton_tiles import COUNTERS, multiply, tile_bytes, tile_obstacles
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of, tile_tensors
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import interprets_triton
@@ -29,14 +30,29 @@ from fewbit.spec.key import QuantKey
 
 
 class QuantizedTilesKernel(LinearKernel):
-    """A kernel of this operation; which activations it takes is its own."""
+    """A kernel of this operation; which activations it takes is its own.
+
+    Attributes:
+        without_activations: what a request whose activations stay as they are is told.
+    """
+
+    without_activations: ClassVar[str]
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(self.obstacles(request, hardware))
+        return Refusal.first(self._obstacles(request, hardware))
 
     @abstractmethod
-    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-        """Why it does not run a request, in words."""
+    def activation_obstacles(self, activation: QuantKey) -> Iterator[str]:
+        """Why it does not take activations, in words."""
+
+    def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        activation = request.key.activation
+        if activation is None:
+            yield f"no activation key: {self.without_activations}"
+            return
+        yield from tile_obstacles(request, hardware)
+        yield from self.activation_obstacles(activation)
+        yield from rounding_obstacles(activation, request.columns, request.batch_invariant)
 
     def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
         """See the contract.

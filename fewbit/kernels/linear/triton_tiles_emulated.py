@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from fewbit.kernels.activation.rounding import covers_rows, rounding_obstacles
-from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.activation.rounding import covers_rows
 from fewbit.kernels.linear.quantized_tiles import QuantizedTilesKernel
-from fewbit.kernels.linear.triton_tiles import tile_obstacles
 from fewbit.spec.element import F32
-from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import QuantKey
 
 
 class TritonTilesEmulated(QuantizedTilesKernel):
@@ -25,13 +23,8 @@ class TritonTilesEmulated(QuantizedTilesKernel):
     name: ClassVar[str] = "triton_tiles_emulated"
     backend: ClassVar[str] = "emulation"
     emulates: ClassVar[bool] = True
+    without_activations: ClassVar[str] = "there is nothing to emulate"
 
-    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-        activation = request.key.activation
-        if activation is None:
-            yield "no activation key: there is nothing to emulate"
-            return
-        yield from tile_obstacles(request, hardware)
+    def activation_obstacles(self, activation: QuantKey) -> Iterator[str]:
         if covers_rows(activation) or activation.scale.element == F32:
             yield f"activations in groups under scales of e8m0 or e4m3 are emulated, found {activation}"
-        yield from rounding_obstacles(activation, request.columns, request.batch_invariant)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from fewbit.kernels.activation.rounding import covers_rows, rounding_obstacles
-from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.activation.rounding import covers_rows
 from fewbit.kernels.linear.quantized_tiles import QuantizedTilesKernel
-from fewbit.kernels.linear.triton_tiles import tile_obstacles
 from fewbit.spec.element import E4M3
-from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import QuantKey
 
 
 class TritonTilesQuantized(QuantizedTilesKernel):
@@ -22,15 +20,10 @@ class TritonTilesQuantized(QuantizedTilesKernel):
 
     name: ClassVar[str] = "triton_tiles_quantized"
     backend: ClassVar[str] = "triton"
+    without_activations: ClassVar[str] = "FP8 or integer activations are needed"
 
-    def obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-        activation = request.key.activation
-        if activation is None:
-            yield "no activation key: FP8 or integer activations are needed"
-            return
-        yield from tile_obstacles(request, hardware)
+    def activation_obstacles(self, activation: QuantKey) -> Iterator[str]:
         if activation.element != E4M3 and not activation.element.is_integer:
             yield f"activations of e4m3 or integers are needed, found {activation.element}"
         if not covers_rows(activation):
             yield f"one activation scale for each token or for all is needed, found {activation.granularity}"
-        yield from rounding_obstacles(activation, request.columns, request.batch_invariant)

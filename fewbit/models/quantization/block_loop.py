@@ -143,7 +143,6 @@ class Run:
             tensors |= found
             made[name] = list(found)
             outcome = partial(outcome_of, layer, self.folder.load(name), own, self.solver.input_seen(layer))
-            # Put off, it holds what the layer was and what it became.
             outcomes.append(outcome if self.apart else partial(_given, outcome()))
         scales = dict(self._cache_scales(block)) if block else {}
         return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)

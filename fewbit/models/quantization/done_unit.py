@@ -23,7 +23,7 @@ class DoneUnit:
         tensors: those that differ from the source's, by their names on disk.
         made: tensor of the source -> tensors that take its place.
         added: tensors that take the place of none.
-        outcomes: of its layers, still to be computed.
+        outcomes: of its layers; put off, each holds what the layer was and what it became.
         transforms: what transformations did.
     """
 
