@@ -1,0 +1,278 @@
+// y [M, N] = x [M, K] @ W [N, K]^T for weights of 4 bits under 16-bit activations on Hopper.
+//
+// Weights are the left operand of `wgmma`, decoded in registers, tokens the right one, from shared memory. A block takes
+// WARPGROUPS * TILES * 64 output features by TOKENS tokens; one producer thread fills a ring of stages, 128 input
+// features each. Blocks stay: the work, tiles by steps of K, is cut into equal ranges, and where a range ends inside a
+// tile, the block that has the tile's first step adds what the others found, in their order.
+//
+// Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, STEP (16 input features each, decoded at once), CLUSTER (blocks that
+// share x), GROUP (input features under a scale: 32, 64, 128), HAS_ZERO, HALF (fp16, else bf16), REGISTERS.
+
+constexpr int DEPTH = 128;
+constexpr int SCALE_BYTES = 128 * (DEPTH / GROUP);
+constexpr int CODE_BYTES = 64 * DEPTH / 2;
+constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES * (1 + HAS_ZERO);
+constexpr int UNITS = WARPGROUPS * TILES;
+constexpr int X_BYTES = TOKENS * DEPTH * 2;
+constexpr int W_BYTES = UNITS * UNIT_BYTES;
+constexpr int STAGE_BYTES = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
+constexpr int THREADS = WARPGROUPS * 128;
+constexpr int STEPS = DEPTH / 16 / STEP;
+constexpr int SUMS = TOKENS / 2;
+
+// An integer of 4 bits in the low end of a float's mantissa is that integer plus MAGIC.
+constexpr u32 MAGIC = HALF ? 0x64006400 : 0x43004300;
+constexpr u32 OFFSET = MAGIC + 0x00080008;
+
+#if HALF
+#define FLOAT "f16"
+#else
+#define FLOAT "bf16"
+#endif
+
+__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
+    u32 found;
+    asm("sub.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+    return found;
+}
+
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+    u32 found;
+    asm("mul.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+    return found;
+}
+
+__device__ __forceinline__ u32 round_pair(float low, float high) {
+    u32 found;
+    asm("cvt.rn." FLOAT "x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
+    return found;
+}
+
+__device__ __forceinline__ float widen(u16 number) {
+    float found;
+    asm("{\n.reg .b16 a;\nmov.b16 a, %1;\ncvt.f32." FLOAT " %0, a;\n}" : "=f"(found) : "h"(number));
+    return found;
+}
+
+__device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
+__device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
+
+// Eight codes -> the fragment of 16 input features: rows by turns, input features 0 to 7, then 8 to 15.
+__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales, u32 zeros) {
+    const u32 scale[2] = {both_low(scales), both_high(scales)};
+    const u32 zero[2] = {HAS_ZERO ? both_low(zeros) : OFFSET, HAS_ZERO ? both_high(zeros) : OFFSET};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 raw = ((codes >> 4 * i) & 0x000F000F) | MAGIC;
+        fragment[i] = multiply_pair(subtract_pair(raw, zero[i & 1]), scale[i & 1]);
+    }
+}
+
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+                 : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+    u32 found;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
+    return found;
+}
+
+// The part of the work that a cluster has, in steps of K, and how it walks through tiles.
+struct Range {
+    int first, end;
+    __device__ __forceinline__ Range(int index, int clusters, int work)
+        : first((u64)index * work / clusters), end((u64)(index + 1) * work / clusters) {}
+};
+
+struct Problem {
+    const unsigned char* weight;  // [units of 64 rows, depths, UNIT_BYTES]
+    u16* out;                     // [M, stride], of which N columns count
+    const u16* bias;              // [N] or null
+    float* partial;               // [blocks, sums of a block]
+    u32* flags;                   // [blocks], zero between launches
+    int tokens, rows, stride, units, depths, token_tiles, work;
+};
+
+__device__ __forceinline__ void produce(const TensorMap* x_map, const Problem& p, Range range, u32 stages, u32 full,
+                                        u32 empty) {
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const u64 policy = policy_evict_first();
+    u32 stage = 0, parity = 1;
+    for (int step = range.first; step < range.end; step++) {
+        const int tile = step / p.depths, depth = step % p.depths;
+        const int token = tile % p.token_tiles * TOKENS;
+        const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS;
+        const u32 barrier = full + 8 * stage, x_at = stages + stage * STAGE_BYTES, w_at = x_at + X_BYTES;
+        barrier_wait(empty + 8 * stage, parity);
+        barrier_expect(barrier, X_BYTES + W_BYTES);
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) {
+            const int one = min(unit + i, p.units - 1);
+            copy_bytes(w_at + i * UNIT_BYTES, p.weight + ((u64)one * p.depths + depth) * UNIT_BYTES, UNIT_BYTES,
+                       barrier, policy);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            constexpr int PART = TOKENS / CLUSTER;
+            const u32 at = x_at + half * (X_BYTES / 2) + rank * PART * 128;
+            const int column = depth * DEPTH + half * 64, row = token + rank * PART;
+            if (CLUSTER > 1)
+                copy_box_to(at, x_map, column, row, barrier, (1 << CLUSTER) - 1);
+            else
+                copy_box(at, x_map, column, row, barrier);
+        }
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}
+
+// Sums of one unit after another: thread-contiguous in chunks of four.
+__device__ __forceinline__ void leave_sums(const Problem& p, const float (&sums)[TILES][SUMS], int thread) {
+    float* to = p.partial + (u64)blockIdx.x * (TILES * SUMS * THREADS) + 4 * thread;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) store_floats(to + (tile * SUMS + i) * THREADS, &sums[tile][i]);
+    __threadfence();
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    if (thread == 0) flag_set(p.flags + blockIdx.x);
+}
+
+__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, u32 block) {
+    if (thread == 0) flag_take(p.flags + block);
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    const float* from = p.partial + (u64)block * (TILES * SUMS * THREADS) + 4 * thread;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) add_floats(&sums[tile][i], from + (tile * SUMS + i) * THREADS);
+}
+
+// A thread has two neighbouring output features of every token of its own. `stride` is even, so that pairs are aligned.
+__device__ __forceinline__ void store_result(const Problem& p, const float (&sums)[TILES][SUMS], int token, int row) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int n = row + 64 * tile;
+        const bool inside = n < p.stride;
+        const float low = p.bias && n < p.rows ? widen(p.bias[n]) : 0.f;
+        const float high = p.bias && n + 1 < p.rows ? widen(p.bias[n + 1]) : 0.f;
+        u16* to = p.out + (u64)token * p.stride + n;
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const u32 pair = round_pair(sums[tile][i + e] + low, sums[tile][i + 2 + e] + high);
+                if (inside && token + 2 * i + e < p.tokens)
+                    *reinterpret_cast<u32*>(to + (u64)(2 * i + e) * p.stride) = pair;
+            }
+    }
+}
+
+__device__ __forceinline__ void consume(const Problem& p, Range range, int index, int clusters, u32 stages, u32 full,
+                                        u32 empty) {
+    const int thread = threadIdx.x, warpgroup = thread / 128, lane = thread % 32, warp = thread / 32 % 4;
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const u32 unit_at = X_BYTES + warpgroup * TILES * UNIT_BYTES;
+    const u32 codes_at = unit_at + (thread % 128) * 16, scales_at = unit_at + CODE_BYTES + (warp * 8 + lane / 4) * 4;
+    float sums[TILES][SUMS];
+    u32 fragment[2][STEP][TILES][4];
+    u32 stage = 0, parity = 0;
+    for (int step = range.first; step < range.end;) {
+        const int tile = step / p.depths, from = step % p.depths;
+        const int to = min(p.depths, from + range.end - step);
+        u32 previous = 0;
+        for (int depth = from; depth < to; depth++) {
+            barrier_wait(full + 8 * stage, parity);
+            const u32 base = stages + stage * STAGE_BYTES;
+            const u64 x = describe_rows(base);
+            u32 codes[TILES][DEPTH / 16], scales[TILES][DEPTH / GROUP], zeros[TILES][DEPTH / GROUP];
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const uint4 found = load_shared16(base + codes_at + t * UNIT_BYTES + half * (CODE_BYTES / 2));
+                    codes[t][4 * half] = found.x, codes[t][4 * half + 1] = found.y;
+                    codes[t][4 * half + 2] = found.z, codes[t][4 * half + 3] = found.w;
+                }
+#pragma unroll
+                for (int g = 0; g < DEPTH / GROUP; g++) {
+                    scales[t][g] = load_shared4(base + scales_at + t * UNIT_BYTES + g * 128);
+                    zeros[t][g] = HAS_ZERO ? load_shared4(base + scales_at + t * UNIT_BYTES + SCALE_BYTES + g * 128) : 0;
+                }
+            }
+#pragma unroll
+            for (int q = 0; q < STEPS; q++) {
+#pragma unroll
+                for (int s = 0; s < STEP; s++)
+#pragma unroll
+                    for (int t = 0; t < TILES; t++) {
+                        const int k = q * STEP + s, g = k * 16 / GROUP;
+                        decode(fragment[q & 1][s][t], codes[t][k], scales[t][g], zeros[t][g]);
+                    }
+                multiply_fence();
+#pragma unroll
+                for (int s = 0; s < STEP; s++)
+#pragma unroll
+                    for (int t = 0; t < TILES; t++) {
+                        const int k = q * STEP + s;
+                        const u64 rows = x + (k / 4 * (X_BYTES / 2) + k % 4 * 32) / 16;
+                        multiply(sums[t], fragment[q & 1][s][t], rows, k > 0 || depth > from);
+                    }
+                multiply_commit();
+                multiply_wait<1>();
+                if (q == 0 && depth > from && lane < CLUSTER) barrier_arrive(empty + 8 * previous, lane);
+            }
+            previous = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        multiply_wait<0>();
+        if (lane < CLUSTER) barrier_arrive(empty + 8 * previous, lane);
+        step += to - from;
+        if (from > 0) {
+            leave_sums(p, sums, thread);
+            continue;
+        }
+        // Blocks of later ranges have lower indices, so that they started before this one, which waits for them.
+        for (int left = p.depths - to, other = index + 1; left > 0; other++) {
+            const Range next(other, clusters, p.work);
+            add_sums(p, sums, thread, (clusters - 1 - other) * CLUSTER + rank);
+            left -= next.end - next.first;
+        }
+        const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS + warpgroup * TILES;
+        store_result(p, sums, tile % p.token_tiles * TOKENS + lane % 4 * 2, unit * 64 + warp * 16 + lane / 4 * 2);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        weight_only(const __grid_constant__ TensorMap x_map, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const u32 stages = shared_address(memory), full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, WARPGROUPS * 4 * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (CLUSTER > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    const int clusters = gridDim.x / CLUSTER, index = clusters - 1 - blockIdx.x / CLUSTER;
+    const Range range(index, clusters, p.work);
+    if (threadIdx.x >= THREADS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == THREADS) produce(&x_map, p, range, stages, full, empty);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        consume(p, range, index, clusters, stages, full, empty);
+    }
+    if (CLUSTER > 1) cluster_sync();
+}
