@@ -18,6 +18,7 @@ from torch import Tensor
 from fewbit.errors import KernelError
 
 DYNAMIC_SHARED_MEMORY = 8  # the function attribute that allows a block more than 48 KB
+PROGRAMMATIC_SERIALIZATION = 6  # the launch attribute that lets a kernel begin before the one before it ended
 MAPS_KEPT = 4096
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 _SWIZZLED_128, _PROMOTED_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
@@ -29,6 +30,25 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z")),
+        ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_CHAINED = _Attribute(PROGRAMMATIC_SERIALIZATION, 0, 1)
+
+
 @dataclass(frozen=True)
 class Function:
     """A kernel that is loaded on a device, and how it is launched."""
@@ -38,7 +58,7 @@ class Function:
     shared_bytes: int
 
     def launch(self, blocks: int, arguments: ctypes.Array[Any], stream: int) -> None:
-        """Starts the kernel.
+        """Starts the kernel, which may begin while the one before it ends, up to where it waits for that.
 
         Args:
             blocks: a multiple of the cluster's.
@@ -48,9 +68,8 @@ class Function:
         Raises:
             KernelError: the driver refuses.
         """
-        _call("cuLaunchKernel")(
-            self.handle, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, ctypes.c_void_p(stream), arguments, None
-        )
+        config = _Launch(blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.pointer(_CHAINED), 1)
+        _call("cuLaunchKernelEx")(ctypes.byref(config), self.handle, arguments, None)
 
 
 def load(code: bytes, name: str, threads: int, shared_bytes: int) -> Function:
@@ -66,7 +85,7 @@ def load(code: bytes, name: str, threads: int, shared_bytes: int) -> Function:
     return Function(function, threads, shared_bytes)
 
 
-def addresses(*parameters: ctypes.Structure) -> ctypes.Array[Any]:
+def addresses(*parameters: Any) -> ctypes.Array[Any]:
     """The parameters of a launch as the driver takes them; the caller keeps them alive until it is launched."""
     return (ctypes.c_void_p * len(parameters))(*(ctypes.addressof(parameter) for parameter in parameters))
 

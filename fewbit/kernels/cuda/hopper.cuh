@@ -54,6 +54,12 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
+// Launches that follow one another: what comes before the wait may run while the kernel before still does, so it may
+// neither read what that kernel writes nor write at all.
+
+__device__ __forceinline__ void let_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // The copy engine.
 
 __device__ __forceinline__ u64 policy_evict_first() {

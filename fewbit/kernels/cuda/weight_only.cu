@@ -6,12 +6,8 @@
 // tile, the block that has the tile's first step adds what the others found, in their order.
 //
 // Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, STEP (16 input features each, decoded at once), CLUSTER (blocks that
-// share x), GROUP (input features under a scale: 32, 64, 128), HAS_ZERO, HALF (fp16, else bf16), REGISTERS.
+// share x), REGISTERS and PRODUCER_REGISTERS of a thread, and what `fragments.cuh` needs.
 
-constexpr int DEPTH = 128;
-constexpr int SCALE_BYTES = 128 * (DEPTH / GROUP);
-constexpr int CODE_BYTES = 64 * DEPTH / 2;
-constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES * (1 + HAS_ZERO);
 constexpr int UNITS = WARPGROUPS * TILES;
 constexpr int X_BYTES = TOKENS * DEPTH * 2;
 constexpr int W_BYTES = UNITS * UNIT_BYTES;
@@ -19,54 +15,6 @@ constexpr int STAGE_BYTES = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int THREADS = WARPGROUPS * 128;
 constexpr int STEPS = DEPTH / 16 / STEP;
 constexpr int SUMS = TOKENS / 2;
-
-// An integer of 4 bits in the low end of a float's mantissa is that integer plus MAGIC.
-constexpr u32 MAGIC = HALF ? 0x64006400 : 0x43004300;
-constexpr u32 OFFSET = MAGIC + 0x00080008;
-
-#if HALF
-#define FLOAT "f16"
-#else
-#define FLOAT "bf16"
-#endif
-
-__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
-    u32 found;
-    asm("sub.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
-}
-
-__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
-    u32 found;
-    asm("mul.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
-}
-
-__device__ __forceinline__ u32 round_pair(float low, float high) {
-    u32 found;
-    asm("cvt.rn." FLOAT "x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
-    return found;
-}
-
-__device__ __forceinline__ float widen(u16 number) {
-    float found;
-    asm("{\n.reg .b16 a;\nmov.b16 a, %1;\ncvt.f32." FLOAT " %0, a;\n}" : "=f"(found) : "h"(number));
-    return found;
-}
-
-__device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
-__device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
-
-// Eight codes -> the fragment of 16 input features: rows by turns, input features 0 to 7, then 8 to 15.
-__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales, u32 zeros) {
-    const u32 scale[2] = {both_low(scales), both_high(scales)};
-    const u32 zero[2] = {HAS_ZERO ? both_low(zeros) : OFFSET, HAS_ZERO ? both_high(zeros) : OFFSET};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const u32 raw = ((codes >> 4 * i) & 0x000F000F) | MAGIC;
-        fragment[i] = multiply_pair(subtract_pair(raw, zero[i & 1]), scale[i & 1]);
-    }
-}
 
 __device__ __forceinline__ uint4 load_shared16(u32 address) {
     uint4 found;
@@ -98,34 +46,60 @@ struct Problem {
     int tokens, rows, stride, units, depths, token_tiles, work;
 };
 
+// What of a step of the work lies where.
+struct Place {
+    int depth, token, unit;
+    __device__ __forceinline__ Place(const Problem& p, int step, int rank) {
+        const int tile = step / p.depths;
+        depth = step - tile * p.depths;
+        token = tile % p.token_tiles * TOKENS;
+        unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS;
+    }
+};
+
+__device__ __forceinline__ void fetch_weights(const Problem& p, int step, u32 rank, u32 to, u32 barrier, u64 policy) {
+    const Place place(p, step, rank);
+    barrier_expect(barrier, X_BYTES + W_BYTES);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        const u64 unit = min(place.unit + i, p.units - 1);  // a block may be taller than what is left of the weight
+        copy_bytes(to + i * UNIT_BYTES, p.weight + (unit * p.depths + place.depth) * UNIT_BYTES, UNIT_BYTES, barrier,
+                   policy);
+    }
+}
+
+// Every block of a cluster fetches its part of the tokens for all.
+__device__ __forceinline__ void fetch_tokens(const TensorMap* x_map, const Problem& p, int step, u32 rank, u32 to,
+                                             u32 barrier) {
+    constexpr int PART = TOKENS / CLUSTER;
+    const Place place(p, step, rank);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 at = to + half * (X_BYTES / 2) + rank * PART * 128;
+        const int column = place.depth * DEPTH + half * 64, row = place.token + rank * PART;
+        if (CLUSTER > 1)
+            copy_box_to(at, x_map, column, row, barrier, (1 << CLUSTER) - 1);
+        else
+            copy_box(at, x_map, column, row, barrier);
+    }
+}
+
 __device__ __forceinline__ void produce(const TensorMap* x_map, const Problem& p, Range range, u32 stages, u32 full,
                                         u32 empty) {
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const u64 policy = policy_evict_first();
-    u32 stage = 0, parity = 1;
-    for (int step = range.first; step < range.end; step++) {
-        const int tile = step / p.depths, depth = step % p.depths;
-        const int token = tile % p.token_tiles * TOKENS;
-        const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS;
-        const u32 barrier = full + 8 * stage, x_at = stages + stage * STAGE_BYTES, w_at = x_at + X_BYTES;
+    const int ahead = min(STAGES, range.end - range.first);
+    for (int i = 0; i < ahead; i++)
+        fetch_weights(p, range.first + i, rank, stages + i * STAGE_BYTES + X_BYTES, full + 8 * i, policy);
+    wait_for_previous();
+    for (int i = 0; i < ahead; i++)
+        fetch_tokens(x_map, p, range.first + i, rank, stages + i * STAGE_BYTES, full + 8 * i);
+    u32 stage = 0, parity = 0;
+    for (int step = range.first + ahead; step < range.end; step++) {
+        const u32 at = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         barrier_wait(empty + 8 * stage, parity);
-        barrier_expect(barrier, X_BYTES + W_BYTES);
-#pragma unroll
-        for (int i = 0; i < UNITS; i++) {
-            const int one = min(unit + i, p.units - 1);
-            copy_bytes(w_at + i * UNIT_BYTES, p.weight + ((u64)one * p.depths + depth) * UNIT_BYTES, UNIT_BYTES,
-                       barrier, policy);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            constexpr int PART = TOKENS / CLUSTER;
-            const u32 at = x_at + half * (X_BYTES / 2) + rank * PART * 128;
-            const int column = depth * DEPTH + half * 64, row = token + rank * PART;
-            if (CLUSTER > 1)
-                copy_box_to(at, x_map, column, row, barrier, (1 << CLUSTER) - 1);
-            else
-                copy_box(at, x_map, column, row, barrier);
-        }
+        fetch_weights(p, step, rank, at + X_BYTES, barrier, policy);
+        fetch_tokens(x_map, p, step, rank, at, barrier);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -178,6 +152,7 @@ __device__ __forceinline__ void consume(const Problem& p, Range range, int index
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const u32 unit_at = X_BYTES + warpgroup * TILES * UNIT_BYTES;
     const u32 codes_at = unit_at + (thread % 128) * 16, scales_at = unit_at + CODE_BYTES + (warp * 8 + lane / 4) * 4;
+    wait_for_previous();
     float sums[TILES][SUMS];
     u32 fragment[2][STEP][TILES][4];
     u32 stage = 0, parity = 0;
@@ -265,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
         cluster_sync();
     else
         __syncthreads();
+    let_next_launch();
     const int clusters = gridDim.x / CLUSTER, index = clusters - 1 - blockIdx.x / CLUSTER;
     const Range range(index, clusters, p.work);
     if (threadIdx.x >= THREADS) {

@@ -1,0 +1,70 @@
+"""How a product over weight fragments is cut into blocks, by M."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
+
+WARPGROUP = 128
+SHARED_BYTES = 232448  # what a block may have on compute capability 9.0
+SWIZZLED = 1024  # bytes that stages are whole multiples of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to run a product.
+
+    Attributes:
+        tokens: of a block: 8, 16, 32, 64, 128 or 256.
+        warpgroups: that multiply, each `tiles` times 64 output features.
+        stages: in flight, of 128 input features each.
+        step: times 16 input features are decoded at once.
+        cluster: blocks that share x.
+    """
+
+    tokens: int
+    warpgroups: int = 2
+    tiles: int = 1
+    stages: int = 4
+    step: int = 2
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block; one warpgroup feeds the others."""
+        return (self.warpgroups + 1) * WARPGROUP
+
+    @property
+    def units(self) -> int:
+        """Units of output features of a block."""
+        return self.warpgroups * self.tiles
+
+    @property
+    def sums(self) -> int:
+        """float32 sums of a block."""
+        return self.tiles * self.tokens // 2 * self.warpgroups * WARPGROUP
+
+    def shared_bytes(self, layout: FragmentLayout) -> int:
+        """Shared memory of a block: stages, and two barriers for each."""
+        stage = self.tokens * DEPTH * 2 + self.units * layout.unit_bytes
+        return self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
+
+
+DECODES_FIRST_FROM = 513
+"""Tokens from which weights are decoded once, into a matrix for the vendor's product."""
+_BY_TOKENS = (
+    Cut(16, warpgroups=2, tiles=2, stages=9, step=4),
+    Cut(32, warpgroups=2, tiles=2, stages=8),
+    Cut(64, warpgroups=2, tiles=2, stages=6),
+    Cut(128, warpgroups=2, tiles=2, stages=4),
+    Cut(256, warpgroups=2, tiles=1, stages=3, cluster=2),
+)
+
+
+def cut_for(layout: FragmentLayout, tokens: int) -> Cut:
+    """The cut for a number of tokens; scales of more groups leave room for fewer stages."""
+    cut = next((cut for cut in _BY_TOKENS if cut.tokens >= tokens), _BY_TOKENS[-1])
+    while cut.shared_bytes(layout) > SHARED_BYTES:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut
