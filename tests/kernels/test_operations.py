@@ -38,6 +38,8 @@ LAYERS = [
     ],
     ("torch_scaled_mm", "FP8"),
     pytest.param("torch_scaled_mm", "FP8_DYNAMIC", marks=needs_fp8_rows),
+    ("cuda_wgmma", "W4A16 asym g32"),
+    ("cuda_wgmma", "W4A16"),
     ("triton_tiles", "W4A16 asym g32"),
     ("triton_tiles", "NVFP4A16"),
     ("triton_tiles_quantized", "FP8_DYNAMIC"),

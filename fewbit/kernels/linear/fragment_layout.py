@@ -28,6 +28,7 @@ GROUPS = (128, 64, 32)  # input features under one scale, the fewest scales firs
 CODE_BYTES = ROWS * DEPTH // 2
 MAGIC = {"bf16": 128, "f16": 1024}
 """What an integer in the low mantissa bits of a float counts from."""
+OFFSET = 8  # of signed codes; without zero points the kernel takes it for granted
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -39,7 +40,7 @@ class FragmentLayout:
         group: input features under one stored scale.
         dtype: of scales and activations, `bf16` or `f16`.
         offset: what is added to an integer before it is stored.
-        has_zero: whether zero points are stored.
+        has_zero: whether zero points are stored, as they are for unsigned codes even if they are all zero.
     """
 
     rows: int
@@ -95,7 +96,8 @@ def fragment_layout_of(request: LinearRequest) -> FragmentLayout | None:
     group = next((size for size in GROUPS if width >= columns or (width % size == 0 and columns % size == 0)), None)
     if group is None:
         return None
-    return FragmentLayout(request.rows, columns, group, request.dtype, 8 if element.min < 0 else 0, not key.symmetric)
+    offset = OFFSET if element.min < 0 else 0
+    return FragmentLayout(request.rows, columns, group, request.dtype, offset, not key.symmetric or not offset)
 
 
 def fragments(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
@@ -108,9 +110,16 @@ def fragments(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
     codes = integers_in_range(plain) + layout.offset
     parts = [_codes(codes, layout), _pairs(_over_groups(effective_scale(plain), plain, layout).to(dtype), layout)]
     if layout.has_zero:
-        zero = decode(plain["zero_point"], plain.key.element) + layout.offset + MAGIC[layout.dtype]
-        parts.append(_pairs(_over_groups(zero, plain, layout).to(dtype), layout))
+        parts.append(_pairs(_over_groups(_zeros(plain, layout), plain, layout).to(dtype), layout))
     return torch.cat(parts, -1).contiguous()
+
+
+def _zeros(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
+    """Zero points in the unit of stored codes, counted from the same number as these, of the shape of scales."""
+    base = float(layout.offset + MAGIC[layout.dtype])
+    if "zero_point" not in plain:
+        return torch.full_like(effective_scale(plain), base)
+    return decode(plain["zero_point"], plain.key.element) + base
 
 
 def _over_groups(values: Tensor, plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:

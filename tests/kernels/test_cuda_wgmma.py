@@ -1,0 +1,151 @@
+"""Weight fragments: the layout against what the tensor cores take, the record, and the sources that read it."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fewbit.errors import CheckpointError
+from fewbit.kernels.cuda.compiler import read_entry, write_entry
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
+from fewbit.kernels.linear.fragment_cuts import SHARED_BYTES, cut_for
+from fewbit.kernels.linear.fragment_layout import (
+    CODE_BYTES,
+    DEPTH,
+    ROWS,
+    FragmentLayout,
+    fragment_layout_of,
+    fragment_numbers,
+    fragments,
+)
+from fewbit.numerics import dequantize
+from fewbit.spec import DEVICES
+from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
+
+KERNEL = CudaWgmma()
+H200 = DEVICES["sm90"].with_software("cuda-core")
+TAKEN = [name for name, key in KEYS.items() if KERNEL.refuse(LinearRequest(key, 64, 256), H200) is None]
+
+
+def test_what_fragments_take() -> None:
+    wanted = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
+    assert wanted <= set(TAKEN)
+    assert not {"W4A16 g16", "W5A16", "W8A16", "NVFP4A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "device", "words"),
+    [
+        ({}, DEVICES["sm90"], "cuda-core"),
+        ({}, DEVICES["sm100"].with_software("cuda-core"), "10.0"),
+        ({}, DEVICES["sm80"].with_software("cuda-core"), "8.0"),
+        ({"columns": 132}, H200, "multiple of 8"),
+        ({"dtype": "f16"}, H200, "scales of f16"),
+        ({"dtype": "f32"}, H200, "f32"),
+        ({"batch_invariant": True}, H200, "same bits"),
+        ({"has_order": True}, H200, "act-order"),
+    ],
+)
+def test_refusals_name_what_is_missing(request_of: dict, device: object, words: str) -> None:
+    arguments = {"key": KEYS["W4A16 channel"], "rows": 64, "columns": 256} | request_of
+    refusal = KERNEL.refuse(LinearRequest(**arguments), device)
+    assert refusal is not None
+    assert words in refusal.reason
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 32), (96, 256), (33, 576), (1, 128), (200, 1096)])
+def test_fragments_stand_for_the_numbers_of_the_record(name: str, rows: int, columns: int) -> None:
+    record = layer(KEYS[name], rows, columns)
+    request = LinearRequest.of(record, KEYS[name])
+    layout = fragment_layout_of(request)
+    if layout is None:
+        assert columns % KEYS[name].weight.granularity.columns
+        return
+    weight = fragments(record, layout)
+    assert (weight.nbytes, weight.shape) == (layout.nbytes, (layout.units, layout.depths, layout.unit_bytes))
+    assert torch.equal(fragment_numbers(weight, layout), dequantize(record).bfloat16().float())
+    assert FragmentLayout.parse(str(layout)) == layout
+
+
+@given(st.data())
+def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> None:
+    """By the register layout of `wgmma`: lane / 4 is the row of eight, lane % 4 the pair of input features."""
+    rows, columns = data.draw(st.integers(1, 150)), 8 * data.draw(st.integers(1, 40))
+    record = layer(KEYS["W4A16 channel"], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
+    assert layout is not None
+    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    word = int(words[unit, depth, step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
+    found = word >> (4 * register) >> (16 * half) & 15
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    inside = row < rows and column < columns
+    assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
+
+
+def test_a_code_out_of_range_is_not_packed() -> None:
+    record = layer(KEYS["W4A16"], 32, 128)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16"]))
+    assert layout is not None
+    codes = record["codes"].clone()
+    codes[3, 5] = 8
+    with pytest.raises(CheckpointError, match="int4"):
+        fragments(record.with_tensors(codes=codes), layout)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (), (3,), (2, 300)])
+def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, ...]) -> None:
+    record = layer(KEYS["W4A16 asym g32"], 40, 96)
+    request = LinearRequest.of(record, KEYS["W4A16 asym g32"])
+    x, bias = inputs((*tokens, 96), torch.bfloat16), torch.randn(40).bfloat16()
+    y = KERNEL.run(x, KERNEL.prepare(record, request), bias)
+    assert_close(y, expected(x, record, request.key, bias, KERNEL), "bf16")
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 16, 17, 64, 65, 128, 200, 256, 512])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_cuts_fit_the_shared_memory(tokens: int, group: int) -> None:
+    layout = FragmentLayout(4096, 4096, group, "bf16", 0, True)
+    cut = cut_for(layout, tokens)
+    assert cut.shared_bytes(layout) <= SHARED_BYTES
+    assert cut.stages >= 2
+    assert cut.tokens >= tokens or cut.tokens == 256
+
+
+def test_sources_and_their_macros_go_with_each_other() -> None:
+    """Every name in capitals that a source uses and does not define is given by the launcher."""
+    folder = files("fewbit.kernels.cuda")
+    text = "".join(
+        (folder / name).read_text() for name in ("hopper.cuh", "fragments.cuh", "weight_only.cu", "decode.cu")
+    )
+    code = re.sub(r'//.*|"[^"]*"', "", text)
+    defined = set(re.findall(r"(?:constexpr (?:int|u32)|#define|template <int) ([A-Z_0-9]+)", code))
+    used = set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code))
+    given_names = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "STEP", "CLUSTER", "REGISTERS", "PRODUCER_REGISTERS"}
+    assert used - defined == given_names | {"GROUP", "HAS_ZERO", "HALF"}
+
+
+def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:
+    path = tmp_path / "deeper" / "entry.cubin"
+    assert read_entry(path) is None
+    write_entry(path, b"machine code")
+    assert read_entry(path) == b"machine code"
+    assert [entry.name for entry in path.parent.iterdir()] == ["entry.cubin"]
+    whole = path.read_bytes()
+    for broken in (whole[:-1], whole[:20], b"", whole[:-1] + b"X"):
+        path.write_bytes(broken)
+        assert read_entry(path) is None
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    write_entry(blocked / "entry.cubin", b"machine code")
+    assert read_entry(blocked / "entry.cubin") is None
