@@ -41,6 +41,13 @@ __device__ __forceinline__ float widen(u16 number) {
     return found;
 }
 
+// Four bits of each half of a word become floats, counted from MAGIC: one instruction for (word & mask) | MAGIC.
+__device__ __forceinline__ u32 to_floats(u32 word) {
+    u32 found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(word), "r"(0x000F000F), "r"(MAGIC));
+    return found;
+}
+
 __device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
 __device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
 
@@ -50,7 +57,27 @@ __device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales
     const u32 zero[2] = {HAS_ZERO ? both_low(zeros) : OFFSET, HAS_ZERO ? both_high(zeros) : OFFSET};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const u32 raw = ((codes >> 4 * i) & 0x000F000F) | MAGIC;
+        const u32 raw = to_floats(codes >> 4 * i);
         fragment[i] = multiply_pair(subtract_pair(raw, zero[i & 1]), scale[i & 1]);
     }
+}
+
+// The same without zero and scale, for few tokens: codes plus UNPACKED_LESS, from UNPACKED_BASE on where zeros are 8.
+constexpr float UNPACKED_LESS = HALF ? 1024.f : 0.f, UNPACKED_BASE = HALF ? 8.f : 136.f;
+constexpr u32 ONES = HALF ? 0x3C003C00 : 0x3F803F80;
+
+__device__ __forceinline__ void unpack(u32 (&fragment)[4], u32 codes) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 raw = to_floats(codes >> 4 * i);
+        fragment[i] = HALF ? subtract_pair(raw, MAGIC) : raw;  // fp16 counts from 1,024, which would cost precision
+    }
+}
+
+// sums [16, 8] += fragment [16, 16] @ columns [16, 8].
+__device__ __forceinline__ void multiply_eight(float* sums, const u32 (&fragment)[4], const u32* columns) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." FLOAT "." FLOAT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "r"(columns[0]), "r"(columns[1]));
 }

@@ -22,12 +22,16 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at the same barrier of the block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -107,6 +111,13 @@ __device__ __forceinline__ u64 describe_rows(u32 address) {
     return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// Four matrices of 8 by 8 numbers of 16 bits, a row at the address of each thread.
+__device__ __forceinline__ void load_matrices(u32 (&found)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found[0]), "=r"(found[1]), "=r"(found[2]), "=r"(found[3])
+                 : "r"(address));
+}
+
 // Global memory shared by blocks.
 
 __device__ __forceinline__ void flag_set(u32* flag) {
@@ -127,11 +138,10 @@ __device__ __forceinline__ void store_floats(float* to, const float* from) {
                  : "memory");
 }
 
-__device__ __forceinline__ void add_floats(float* to, const float* from) {
-    float a, b, c, d;
+__device__ __forceinline__ float4 load_floats(const float* from) {
+    float4 found;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
-                 : "l"(from)
-                 : "memory");
-    to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
+                 : "l"(from));
+    return found;
 }

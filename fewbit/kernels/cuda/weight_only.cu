@@ -13,6 +13,7 @@ constexpr int X_BYTES = TOKENS * DEPTH * 2;
 constexpr int W_BYTES = UNITS * UNIT_BYTES;
 constexpr int STAGE_BYTES = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int THREADS = WARPGROUPS * 128;
+constexpr bool FEW = TOKENS <= 16;
 constexpr int STEPS = DEPTH / 16 / STEP;
 constexpr int SUMS = TOKENS / 2;
 
@@ -104,6 +105,8 @@ __device__ __forceinline__ void produce(const TensorMap* x_map, const Problem& p
     }
 }
 
+__device__ __forceinline__ void wait_for_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
 // Sums of one unit after another: thread-contiguous in chunks of four.
 __device__ __forceinline__ void leave_sums(const Problem& p, const float (&sums)[TILES][SUMS], int thread) {
     float* to = p.partial + (u64)blockIdx.x * (TILES * SUMS * THREADS) + 4 * thread;
@@ -111,19 +114,30 @@ __device__ __forceinline__ void leave_sums(const Problem& p, const float (&sums)
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int i = 0; i < SUMS; i += 4) store_floats(to + (tile * SUMS + i) * THREADS, &sums[tile][i]);
-    __threadfence();
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    wait_for_consumers();
     if (thread == 0) flag_set(p.flags + blockIdx.x);
 }
 
-__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, u32 block) {
-    if (thread == 0) flag_take(p.flags + block);
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-    const float* from = p.partial + (u64)block * (TILES * SUMS * THREADS) + 4 * thread;
+// Adds what `count` blocks left, in their order, once all have.
+__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count) {
+    for (int i = thread; i < count; i += THREADS) flag_take(p.flags + block - i * CLUSTER);
+    wait_for_consumers();
+    constexpr int LOADS = SUMS / 4 < 4 ? SUMS / 4 : 4;  // in flight
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const float* from = p.partial + (u64)(block - i * CLUSTER) * (TILES * SUMS * THREADS) + 4 * thread;
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+        for (int part = 0; part < TILES * SUMS / 4; part += LOADS) {
+            float4 found[LOADS];
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4) add_floats(&sums[tile][i], from + (tile * SUMS + i) * THREADS);
+            for (int j = 0; j < LOADS; j++) found[j] = load_floats(from + (part + j) * 4 * THREADS);
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) {
+                float* to = &sums[(part + j) * 4 / SUMS][(part + j) * 4 % SUMS];
+                to[0] += found[j].x, to[1] += found[j].y, to[2] += found[j].z, to[3] += found[j].w;
+            }
+        }
+    }
 }
 
 // A thread has two neighbouring output features of every token of its own. `stride` is even, so that pairs are aligned.
@@ -146,77 +160,190 @@ __device__ __forceinline__ void store_result(const Problem& p, const float (&sum
     }
 }
 
+// What a thread needs of a stage's weights.
+struct Share {
+    u32 codes[TILES][DEPTH / 16], scales[TILES][DEPTH / GROUP], zeros[TILES][DEPTH / GROUP];
+
+    __device__ __forceinline__ void load(u32 codes_at, u32 scales_at) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint4 found = load_shared16(codes_at + t * UNIT_BYTES + half * (CODE_BYTES / 2));
+                codes[t][4 * half] = found.x, codes[t][4 * half + 1] = found.y;
+                codes[t][4 * half + 2] = found.z, codes[t][4 * half + 3] = found.w;
+            }
+#pragma unroll
+            for (int g = 0; g < DEPTH / GROUP; g++) {
+                scales[t][g] = load_shared4(scales_at + t * UNIT_BYTES + g * 128);
+                zeros[t][g] = HAS_ZERO ? load_shared4(scales_at + t * UNIT_BYTES + SCALE_BYTES + g * 128) : 0;
+            }
+        }
+    }
+};
+
+// Stages of the ring, one after another.
+struct Turn {
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Where a thread finds its share of a stage, and what it counts stages by.
+struct Reader {
+    u32 stages, full, empty, codes_at, scales_at;
+    int lane;
+
+    __device__ __forceinline__ void wait(Turn turn) const { barrier_wait(full + 8 * turn.stage, turn.parity); }
+    __device__ __forceinline__ void load(Share& share, u32 stage) const {
+        share.load(codes_at + stage * STAGE_BYTES, scales_at + stage * STAGE_BYTES);
+    }
+    __device__ __forceinline__ void release(u32 stage) const {
+        if (CLUSTER > 1) {
+            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
+        } else if (lane == 0) {
+            barrier_arrive(empty + 8 * stage);
+        }
+    }
+};
+
+// Sums over stages by `wgmma`: while it runs, the next codes are decoded. With AHEAD the first stage's share is loaded.
+__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Share& share, Turn& turn,
+                                           int count, bool more) {
+    u32 fragment[2][STEP][TILES][4];
+    u32 previous = 0;
+    for (int i = 0; i < count; i++) {
+        Share next;
+        const u32 current = turn.stage;
+        if (!AHEAD) {
+            reader.wait(turn);
+            reader.load(share, current);
+        }
+        turn.next();
+        const u64 x = describe_rows(reader.stages + current * STAGE_BYTES);
+#pragma unroll
+        for (int q = 0; q < STEPS; q++) {
+            if (AHEAD && q == STEPS - 1 && (more || i + 1 < count)) {
+                reader.wait(turn);
+                reader.load(next, turn.stage);
+            }
+#pragma unroll
+            for (int s = 0; s < STEP; s++)
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const int k = q * STEP + s, g = k * 16 / GROUP;
+                    decode(fragment[q & 1][s][t], share.codes[t][k], share.scales[t][g], share.zeros[t][g]);
+                }
+            multiply_fence();
+#pragma unroll
+            for (int s = 0; s < STEP; s++)
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const int k = q * STEP + s;
+                    const u64 rows = x + (k / 4 * (X_BYTES / 2) + k % 4 * 32) / 16;
+                    multiply(sums[t], fragment[q & 1][s][t], rows, k > 0 || i > 0);
+                }
+            multiply_commit();
+            multiply_wait<1>();
+            if (q == 0 && i > 0) reader.release(previous);
+        }
+        previous = current;
+        if (AHEAD) share = next;
+    }
+    multiply_wait<0>();
+    reader.release(previous);
+}
+
+// The same for few tokens by `mma`, which waits for nobody. Codes are multiplied as they are, counted from a base, and
+// sums of groups are scaled: sums of x, times the base, are taken from them. Nothing is rounded before the result.
+__device__ __forceinline__ void add_stages_of_few(const Reader& reader, float (&sums)[TILES][SUMS], Share& share,
+                                                  Turn& turn, int count) {
+    const int row = reader.lane % 8, part = reader.lane / 8;
+    float found[TILES][SUMS], of_x[SUMS];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[t][i] = 0.f;
+    for (int i = 0; i < count; i++) {
+        reader.wait(turn);
+        reader.load(share, turn.stage);
+        const u32 x = reader.stages + turn.stage * STAGE_BYTES + row * 128;
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; k += 2) {
+            const int g = k * 16 / GROUP;
+            if (k * 16 % GROUP == 0) {
+#pragma unroll
+                for (int j = 0; j < SUMS; j++) {
+                    of_x[j] = 0.f;
+#pragma unroll
+                    for (int t = 0; t < TILES; t++) found[t][j] = 0.f;
+                }
+            }
+#pragma unroll
+            for (int tokens = 0; tokens < TOKENS; tokens += 8) {
+                u32 columns[4];
+                load_matrices(columns, x + k / 4 * (X_BYTES / 2) + tokens * 128 + ((k % 4 * 2 + part) ^ row) * 16);
+#pragma unroll
+                for (int s = 0; s < 2; s++) {
+                    const u32 ones[4] = {ONES, ONES, ONES, ONES};
+                    multiply_eight(&of_x[tokens / 2], ones, &columns[2 * s]);
+#pragma unroll
+                    for (int t = 0; t < TILES; t++) {
+                        u32 fragment[4];
+                        unpack(fragment, share.codes[t][k + s]);
+                        multiply_eight(&found[t][tokens / 2], fragment, &columns[2 * s]);
+                    }
+                }
+            }
+            if ((k + 2) * 16 % GROUP == 0) {
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int j = 0; j < SUMS; j++) {
+                        const u16 scale = share.scales[t][g] >> (j & 2) * 8, zero = share.zeros[t][g] >> (j & 2) * 8;
+                        const float base = HAS_ZERO ? widen(zero) - UNPACKED_LESS : UNPACKED_BASE;
+                        sums[t][j] += widen(scale) * (found[t][j] - base * of_x[j]);
+                    }
+            }
+        }
+        __syncwarp();
+        reader.release(turn.stage);
+        turn.next();
+    }
+}
+
 __device__ __forceinline__ void consume(const Problem& p, Range range, int index, int clusters, u32 stages, u32 full,
                                         u32 empty) {
     const int thread = threadIdx.x, warpgroup = thread / 128, lane = thread % 32, warp = thread / 32 % 4;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const u32 unit_at = X_BYTES + warpgroup * TILES * UNIT_BYTES;
-    const u32 codes_at = unit_at + (thread % 128) * 16, scales_at = unit_at + CODE_BYTES + (warp * 8 + lane / 4) * 4;
+    const u32 units_at = stages + X_BYTES + warpgroup * TILES * UNIT_BYTES;
+    const Reader reader = {stages, full, empty, units_at + thread % 128 * 16,
+                           units_at + CODE_BYTES + (warp * 8 + lane / 4) * 4, lane};
     wait_for_previous();
     float sums[TILES][SUMS];
-    u32 fragment[2][STEP][TILES][4];
-    u32 stage = 0, parity = 0;
+    Turn turn;
+    Share share;
+    if (AHEAD && range.first < range.end) {
+        reader.wait(turn);
+        reader.load(share, 0);
+    }
     for (int step = range.first; step < range.end;) {
         const int tile = step / p.depths, from = step % p.depths;
         const int to = min(p.depths, from + range.end - step);
-        u32 previous = 0;
-        for (int depth = from; depth < to; depth++) {
-            barrier_wait(full + 8 * stage, parity);
-            const u32 base = stages + stage * STAGE_BYTES;
-            const u64 x = describe_rows(base);
-            u32 codes[TILES][DEPTH / 16], scales[TILES][DEPTH / GROUP], zeros[TILES][DEPTH / GROUP];
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const uint4 found = load_shared16(base + codes_at + t * UNIT_BYTES + half * (CODE_BYTES / 2));
-                    codes[t][4 * half] = found.x, codes[t][4 * half + 1] = found.y;
-                    codes[t][4 * half + 2] = found.z, codes[t][4 * half + 3] = found.w;
-                }
-#pragma unroll
-                for (int g = 0; g < DEPTH / GROUP; g++) {
-                    scales[t][g] = load_shared4(base + scales_at + t * UNIT_BYTES + g * 128);
-                    zeros[t][g] = HAS_ZERO ? load_shared4(base + scales_at + t * UNIT_BYTES + SCALE_BYTES + g * 128) : 0;
-                }
-            }
-#pragma unroll
-            for (int q = 0; q < STEPS; q++) {
-#pragma unroll
-                for (int s = 0; s < STEP; s++)
-#pragma unroll
-                    for (int t = 0; t < TILES; t++) {
-                        const int k = q * STEP + s, g = k * 16 / GROUP;
-                        decode(fragment[q & 1][s][t], codes[t][k], scales[t][g], zeros[t][g]);
-                    }
-                multiply_fence();
-#pragma unroll
-                for (int s = 0; s < STEP; s++)
-#pragma unroll
-                    for (int t = 0; t < TILES; t++) {
-                        const int k = q * STEP + s;
-                        const u64 rows = x + (k / 4 * (X_BYTES / 2) + k % 4 * 32) / 16;
-                        multiply(sums[t], fragment[q & 1][s][t], rows, k > 0 || depth > from);
-                    }
-                multiply_commit();
-                multiply_wait<1>();
-                if (q == 0 && depth > from && lane < CLUSTER) barrier_arrive(empty + 8 * previous, lane);
-            }
-            previous = stage;
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        multiply_wait<0>();
-        if (lane < CLUSTER) barrier_arrive(empty + 8 * previous, lane);
         step += to - from;
+        if (FEW)
+            add_stages_of_few(reader, sums, share, turn, to - from);
+        else
+            add_stages(reader, sums, share, turn, to - from, step < range.end);
         if (from > 0) {
             leave_sums(p, sums, thread);
             continue;
         }
         // Blocks of later ranges have lower indices, so that they started before this one, which waits for them.
-        for (int left = p.depths - to, other = index + 1; left > 0; other++) {
-            const Range next(other, clusters, p.work);
-            add_sums(p, sums, thread, (clusters - 1 - other) * CLUSTER + rank);
-            left -= next.end - next.first;
-        }
+        int others = 0;
+        for (int end = step; end < (tile + 1) * p.depths; others++) end = Range(index + 1 + others, clusters, p.work).end;
+        if (others > 0) add_sums(p, sums, thread, (clusters - 2 - index) * CLUSTER + rank, others);
         const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS + warpgroup * TILES;
         store_result(p, sums, tile % p.token_tiles * TOKENS + lane % 4 * 2, unit * 64 + warp * 16 + lane / 4 * 2);
     }

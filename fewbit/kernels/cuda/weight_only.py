@@ -105,7 +105,7 @@ def product_code(group: int, has_zero: bool, dtype: str, cut: Cut) -> bytes:
     registers, of_producer = REGISTERS[cut.warpgroups]
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "STEP": cut.step, "CLUSTER": cut.cluster, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+        "STEP": cut.step, "CLUSTER": cut.cluster, "AHEAD": int(cut.ahead), "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
     source = _text("hopper.cuh") + _text("fragments.cuh") + product_instruction(cut.tokens, dtype)
     return compiled(source + _text("weight_only.cu"), macros | _decoding(group, has_zero, dtype), ARCHITECTURE)

@@ -21,6 +21,7 @@ class Cut:
         stages: in flight, of 128 input features each.
         step: times 16 input features are decoded at once.
         cluster: blocks that share x.
+        ahead: take a stage's codes into registers while the stage before is multiplied.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class Cut:
     stages: int = 4
     step: int = 2
     cluster: int = 1
+    ahead: bool = False
 
     @property
     def threads(self) -> int:
@@ -51,12 +53,13 @@ class Cut:
         return self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
 
 
-DECODES_FIRST_FROM = 513
+DECODES_FIRST_FROM = 1025
 """Tokens from which weights are decoded once, into a matrix for the vendor's product."""
 _BY_TOKENS = (
-    Cut(16, warpgroups=2, tiles=2, stages=9, step=4),
-    Cut(32, warpgroups=2, tiles=2, stages=8),
-    Cut(64, warpgroups=2, tiles=2, stages=6),
+    Cut(8, warpgroups=2, tiles=2, stages=10),
+    Cut(16, warpgroups=2, tiles=2, stages=9),
+    Cut(32, warpgroups=2, tiles=2, stages=8, step=4),
+    Cut(64, warpgroups=2, tiles=2, stages=6, step=4),
     Cut(128, warpgroups=2, tiles=2, stages=4),
     Cut(256, warpgroups=2, tiles=1, stages=3, cluster=2),
 )

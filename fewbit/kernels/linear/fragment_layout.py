@@ -150,7 +150,7 @@ def _pairs(values: Tensor, layout: FragmentLayout) -> Tensor:
 
 
 def fragment_numbers(weight: Tensor, layout: FragmentLayout) -> Tensor:
-    """The numbers that a prepared weight stands for, float32 [N, K], each rounded to the layout's dtype as on the device."""
+    """The numbers that a prepared weight stands for, float32 [N, K], rounded as the device rounds them."""
     codes, scales, zeros = weight.split(
         [CODE_BYTES, layout.scale_bytes, layout.unit_bytes - CODE_BYTES - layout.scale_bytes], -1
     )
