@@ -63,7 +63,8 @@ __device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales
 }
 
 // The same without zero and scale, for few tokens: codes plus UNPACKED_LESS, from UNPACKED_BASE on where zeros are 8.
-constexpr float UNPACKED_LESS = HALF ? 1024.f : 0.f, UNPACKED_BASE = HALF ? 8.f : 136.f;
+constexpr float UNPACKED_LESS = HALF ? 1024.f : 0.f;
+constexpr float UNPACKED_BASE = HALF ? 8.f : 136.f;
 constexpr u32 ONES = HALF ? 0x3C003C00 : 0x3F803F80;
 
 __device__ __forceinline__ void unpack(u32 (&fragment)[4], u32 codes) {
