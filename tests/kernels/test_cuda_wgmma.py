@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 17, 64, 65, 128, 200, 256, 512])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_cuts_fit_the_shared_memory(tokens: int, group: int) -> None:
-    layout = FragmentLayout(4096, 4096, group, "bf16", 0, True)
+    layout = FragmentLayout(4096, 4096, group, "bf16", 0, True, "bf16")
     cut = cut_for(layout, tokens)
     assert cut.shared_bytes(layout) <= SHARED_BYTES
     assert cut.stages >= 2
@@ -125,24 +126,20 @@ def test_cuts_fit_the_shared_memory(tokens: int, group: int) -> None:
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
     folder = files("fewbit.kernels.cuda")
-    text = "".join(
-        (folder / name).read_text() for name in ("hopper.cuh", "fragments.cuh", "weight_only.cu", "decode.cu")
-    )
+    shared = ["hopper.cuh", "fragments.cuh"]
+    given = {"GROUP", "HAS_ZERO", "HALF"}
+    assert _asked(folder, [*shared, "decode.cu"]) == given
+    cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
+    given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
+    assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
+    assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}
+
+
+def _asked(folder: Traversable, names: list[str]) -> set[str]:
+    text = "".join((folder / name).read_text() for name in names)
     code = re.sub(r'//.*|"[^"]*"', "", text)
     defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
-    used = set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code))
-    given_names = {
-        "TOKENS",
-        "WARPGROUPS",
-        "TILES",
-        "STAGES",
-        "STEP",
-        "CLUSTER",
-        "AHEAD",
-        "REGISTERS",
-        "PRODUCER_REGISTERS",
-    }
-    assert used - defined == given_names | {"GROUP", "HAS_ZERO", "HALF"}
+    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:

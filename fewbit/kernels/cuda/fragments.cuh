@@ -61,24 +61,3 @@ __device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales
         fragment[i] = multiply_pair(subtract_pair(raw, zero[i & 1]), scale[i & 1]);
     }
 }
-
-// The same without zero and scale, for few tokens: codes plus UNPACKED_LESS, from UNPACKED_BASE on where zeros are 8.
-constexpr float UNPACKED_LESS = HALF ? 1024.f : 0.f;
-constexpr float UNPACKED_BASE = HALF ? 8.f : 136.f;
-constexpr u32 ONES = HALF ? 0x3C003C00 : 0x3F803F80;
-
-__device__ __forceinline__ void unpack(u32 (&fragment)[4], u32 codes) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const u32 raw = to_floats(codes >> 4 * i);
-        fragment[i] = HALF ? subtract_pair(raw, MAGIC) : raw;  // fp16 counts from 1,024, which would cost precision
-    }
-}
-
-// sums [16, 8] += fragment [16, 16] @ columns [16, 8].
-__device__ __forceinline__ void multiply_eight(float* sums, const u32 (&fragment)[4], const u32* columns) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." FLOAT "." FLOAT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "r"(columns[0]), "r"(columns[1]));
-}

@@ -36,8 +36,8 @@ from fewbit.spec.hardware import Hardware
 PACKAGE = "cuda-core"
 CAPABILITY = 90
 QUANTUM = 8  # the copy engine takes rows of 16 bytes and multiples
-FLAGS = 256
-"""Blocks of a launch, no more than multiprocessors; each has a flag, which is zero between calls."""
+FLAGS = 512
+"""Blocks of a launch, no more than two for each multiprocessor; each has a flag, which is zero between calls."""
 
 
 class CudaWgmma(LinearKernel):
@@ -106,11 +106,11 @@ def _multiply(flat: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, 
     if not flat.is_cuda:
         product = torch.nn.functional.linear(flat.float(), fragment_numbers(weight, layout))
         return (product if bias is None else product + bias).to(flat.dtype)
-    from fewbit.kernels.cuda import weight_only  # loads the driver's library
+    from fewbit.kernels.cuda import products  # loads the driver's library
 
     if tokens < DECODES_FIRST_FROM:
-        return weight_only.multiply(flat, weight, flags, bias, layout, cut_for(layout, tokens))
-    return torch.nn.functional.linear(flat, weight_only.decode(weight, layout), bias)
+        return products.multiply(flat, weight, flags, bias, layout, cut_for(layout, tokens))
+    return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
 
 
 def _fake(x: Tensor, _weight: Tensor, _flags: Tensor, _bias: Tensor | None, layout: str) -> Tensor:

@@ -22,6 +22,8 @@ class Cut:
         step: times 16 input features are decoded at once.
         cluster: blocks that share x.
         ahead: take a stage's codes into registers while the stage before is multiplied.
+        residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
+        blocks: of a launch for each multiprocessor.
     """
 
     tokens: int
@@ -31,6 +33,8 @@ class Cut:
     step: int = 2
     cluster: int = 1
     ahead: bool = False
+    residents: int = 1
+    blocks: int = 1
 
     @property
     def threads(self) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, spread
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
+from fewbit.spec.element import E4M3
 
 ROWS, DEPTH = 64, 128
 GROUPS = (128, 64, 32)  # input features under one scale, the fewest scales first
@@ -33,14 +34,25 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """What a kernel is compiled for: `group`, `has_zero`, `dtype` and `operand` of a `FragmentLayout`."""
+
+    group: int
+    has_zero: bool
+    dtype: str
+    operand: str
+
+
+@dataclass(frozen=True)
 class FragmentLayout:
     """Where the codes, scales and zero points of a weight [rows, columns] lie; see the head of this file.
 
     Attributes:
         group: input features under one stored scale.
-        dtype: of scales and activations, `bf16` or `f16`.
+        dtype: of scales and results, `bf16` or `f16`.
         offset: what is added to an integer before it is stored.
         has_zero: whether zero points are stored, as they are for unsigned codes even if they are all zero.
+        operand: what tensor cores multiply: the dtype, or `e4m3`.
     """
 
     rows: int
@@ -49,6 +61,7 @@ class FragmentLayout:
     dtype: str
     offset: int
     has_zero: bool
+    operand: str
 
     @classmethod
     @cache
@@ -58,6 +71,10 @@ class FragmentLayout:
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(self.group, self.has_zero, self.dtype, self.operand)
 
     @property
     def units(self) -> int:
@@ -84,8 +101,19 @@ class FragmentLayout:
         return self.units * self.depths * self.unit_bytes
 
 
-def fragment_layout_of(request: LinearRequest) -> FragmentLayout | None:
-    """The layout of a request's weight, or None where it has none."""
+_STEPS = (4, 2, 4, 2), (2, 2, 4, 4)
+"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32, runs of
+16, columns of threads, fours."""
+_ORDER = (8, 6, 9, 7), (8, 6, 7, 9)
+"""The same as axes behind unit, warp, thread's row, row of two, depth and half, in the order of bytes."""
+
+
+def fragment_layout_of(request: LinearRequest, operand: str | None = None) -> FragmentLayout | None:
+    """The layout of a request's weight, or None where it has none.
+
+    Args:
+        operand: what tensor cores multiply, `e4m3`, or None for the request's dtype.
+    """
     key, columns = request.key.weight, request.columns
     element = key.element
     if not element.is_integer or element.max - element.min > 15 or key.global_scale is not None:
@@ -96,8 +124,13 @@ def fragment_layout_of(request: LinearRequest) -> FragmentLayout | None:
     group = next((size for size in GROUPS if width >= columns or (width % size == 0 and columns % size == 0)), None)
     if group is None:
         return None
-    offset = OFFSET if element.min < 0 else 0
-    return FragmentLayout(request.rows, columns, group, request.dtype, offset, not key.symmetric or not offset)
+    signed = element.min < 0
+    has_zero = not key.symmetric or not signed
+    if operand is None:
+        return FragmentLayout(
+            request.rows, columns, group, request.dtype, OFFSET if signed else 0, has_zero, request.dtype
+        )
+    return None if has_zero else FragmentLayout(request.rows, columns, group, request.dtype, 0, False, operand)
 
 
 def fragments(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
@@ -107,7 +140,10 @@ def fragments(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
         CheckpointError: a code lies outside the element's range; packed, it would change its neighbours.
     """
     dtype = DTYPES[layout.dtype]
-    codes = integers_in_range(plain) + layout.offset
+    numbers = integers_in_range(plain)
+    codes = numbers + layout.offset
+    if layout.operand == E4M3.name:
+        codes = torch.where(numbers < 0, OFFSET - 1 - numbers, numbers)  # a sign over the magnitude, less one if set
     parts = [_codes(codes, layout), _pairs(_over_groups(effective_scale(plain), plain, layout).to(dtype), layout)]
     if layout.has_zero:
         parts.append(_pairs(_over_groups(_zeros(plain, layout), plain, layout).to(dtype), layout))
@@ -134,9 +170,8 @@ def _codes(codes: Tensor, layout: FragmentLayout) -> Tensor:
     """int32 codes [N, K] -> uint8 [units, depths, CODE_BYTES]."""
     missing = (0, layout.depths * DEPTH - layout.columns, 0, layout.units * ROWS - layout.rows)
     padded = torch.nn.functional.pad(codes, missing)
-    # Unit, warp, thread's row, one of two rows; depth, half, word, one of two runs of 8, thread's column, one of two.
-    axes = padded.view(layout.units, 4, 8, 2, layout.depths, 2, 4, 2, 4, 2)
-    nibbles = axes.permute(0, 4, 5, 1, 2, 8, 6, 9, 7, 3).reshape(-1, 4, 2)
+    axes = padded.view(layout.units, 4, 8, 2, layout.depths, 2, *_STEPS[layout.operand == E4M3.name])
+    nibbles = axes.permute(0, 4, 5, 1, 2, *_ORDER[layout.operand == E4M3.name], 3).reshape(-1, 4, 2)
     pairs = nibbles[..., 0] | nibbles[..., 1] << 4
     return pairs.to(torch.uint8).view(layout.units, layout.depths, CODE_BYTES)
 
@@ -150,13 +185,19 @@ def _pairs(values: Tensor, layout: FragmentLayout) -> Tensor:
 
 
 def fragment_numbers(weight: Tensor, layout: FragmentLayout) -> Tensor:
-    """The numbers that a prepared weight stands for, float32 [N, K], rounded as the device rounds them."""
+    """The numbers that a prepared weight stands for, float32 [N, K], rounded as the device rounds them, if it does."""
     codes, scales, zeros = weight.split(
         [CODE_BYTES, layout.scale_bytes, layout.unit_bytes - CODE_BYTES - layout.scale_bytes], -1
     )
     nibbles = torch.stack([codes & 15, codes >> 4], -1)
-    axes = nibbles.view(layout.units, layout.depths, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 3, 4, 9, 1, 2, 6, 8, 5, 7)
-    stored = axes.reshape(layout.units * ROWS, -1)[: layout.rows, : layout.columns].float()
+    is_fp8 = layout.operand == E4M3.name
+    parts = [_STEPS[is_fp8][axis - 6] for axis in _ORDER[is_fp8]]
+    axes = nibbles.view(layout.units, layout.depths, 2, 4, 8, *parts, 2)
+    back = [5 + _ORDER[is_fp8].index(axis) for axis in (6, 7, 8, 9)]
+    stored = axes.permute(0, 3, 4, 9, 1, 2, *back).reshape(layout.units * ROWS, -1)[: layout.rows, : layout.columns]
+    stored = stored.float()
+    if is_fp8:
+        return torch.where(stored < OFFSET, stored, OFFSET - 1 - stored) * _unpaired(scales, layout)
     dtype = DTYPES[layout.dtype]
     zero: Tensor | int = layout.offset
     if layout.has_zero:

@@ -1,4 +1,4 @@
-"""Compiling and launching `weight_only.cu` and `decode.cu`: from tensors and a cut to a product or a matrix."""
+"""Compiling and launching the products over weight fragments, and decoding them: from tensors and a cut to a result."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from torch import Tensor
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
 from fewbit.kernels.linear.fragment_cuts import Cut
-from fewbit.kernels.linear.fragment_layout import DTYPES, FragmentLayout
+from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
 
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
 """Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
-SWIZZLED = 64  # input features of 128 bytes
+SWIZZLED = 128  # bytes of a row of a box
 DECODE_THREADS = 256
 
 
 class Problem(ctypes.Structure):
-    """The struct of the same name in `weight_only.cu`."""
+    """The struct of the same name in `ring.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "partial", "flags")),
+        *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
+        ("scale_stride", ctypes.c_int),
     )
 
 
-def multiply(x: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, layout: FragmentLayout, cut: Cut) -> Tensor:
-    """y [M, N] of x [M, K], contiguous and not empty, on x's device.
+def multiply(
+    x: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, layout: FragmentLayout, cut: Cut,
+    token_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [M, N] in the layout's dtype of x [M, K], contiguous and not empty, on x's device.
 
     Args:
-        x: in the layout's dtype.
+        x: in the layout's dtype, or codes of e4m3 where the layout's operand is.
         weight: from `fragments`.
         flags: int32, one for each block, zero between calls.
-        bias: [N] in x's dtype, or None.
+        bias: [N] in the layout's dtype, or None.
+        token_scale: what codes count in, float32 [M] or [].
 
     Raises:
         KernelError: the source does not compile or the driver refuses.
@@ -45,18 +50,20 @@ def multiply(x: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, layo
     tokens, stride = x.shape[0], layout.rows + layout.rows % 2
     if x.data_ptr() % 16:
         x = x.clone()
-    out = x.new_empty(tokens, stride)
+    out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
     work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
-    each = -(-work // (_multiprocessors(x.device.index) // cut.cluster))
+    each = -(-work // (_multiprocessors(x.device.index) * cut.blocks // cut.cluster))
     blocks = -(-work // each) * cut.cluster
     partial = x.new_empty(blocks * cut.sums if each % layout.depths else 0, dtype=torch.float32)
     problem = Problem(
-        weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(), partial.data_ptr(),
-        flags.data_ptr(), tokens, layout.rows, stride, layout.units, layout.depths, token_tiles, work,
+        weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
+        layout.rows, stride, layout.units, layout.depths, token_tiles, work,
+        0 if token_scale is None or not token_scale.dim() else 1,
     )  # fmt: skip
-    described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED)
-    function = _product(layout.group, layout.has_zero, layout.dtype, cut, cut.shared_bytes(layout), x.device.index)
+    described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
+    function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
     function.launch(blocks, addresses(described, problem), _stream(x))
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
@@ -68,7 +75,7 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
         KernelError: the source does not compile or the driver refuses.
     """
     out = torch.empty(layout.rows, layout.columns, dtype=DTYPES[layout.dtype], device=weight.device)
-    function = _decoder(layout.group, layout.has_zero, layout.dtype, weight.device.index)
+    function = _decoder(layout.decoding, weight.device.index)
     pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
     extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
     function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
@@ -85,44 +92,52 @@ def _multiprocessors(device: int) -> int:
 
 
 @cache
-def _product(group: int, has_zero: bool, dtype: str, cut: Cut, shared_bytes: int, device: int) -> Function:
+def _product(decoding: Decoding, cut: Cut, shared_bytes: int, device: int) -> Function:
     with torch.cuda.device(device):
-        return load(product_code(group, has_zero, dtype, cut), "weight_only", cut.threads, shared_bytes)
+        return load(product_code(decoding, cut), "multiply_fragments", cut.threads, shared_bytes)
 
 
 @cache
-def _decoder(group: int, has_zero: bool, dtype: str, device: int) -> Function:
+def _decoder(decoding: Decoding, device: int) -> Function:
     with torch.cuda.device(device):
-        return load(decoder_code(group, has_zero, dtype), "decode_weight", DECODE_THREADS, 0)
+        return load(decoder_code(decoding), "decode_weight", DECODE_THREADS, 0)
 
 
-def product_code(group: int, has_zero: bool, dtype: str, cut: Cut) -> bytes:
-    """Machine code of the product over weights of such groups, compiled for a cut.
+def product_code(decoding: Decoding, cut: Cut) -> bytes:
+    """Machine code of the product over such weights, compiled for a cut.
 
     Raises:
         KernelError: the source does not compile.
     """
     registers, of_producer = REGISTERS[cut.warpgroups]
+    is_fp8 = decoding.operand == "e4m3"
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "STEP": cut.step, "CLUSTER": cut.cluster, "AHEAD": int(cut.ahead), "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+        "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
+        "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
-    source = _text("hopper.cuh") + _text("fragments.cuh") + product_instruction(cut.tokens, dtype)
-    return compiled(source + _text("weight_only.cu"), macros | _decoding(group, has_zero, dtype), ARCHITECTURE)
+    if not is_fp8:
+        macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
+    names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
+    texts = [_text(name) for name in names]
+    source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])
+    return compiled(source, macros | _macros(decoding), ARCHITECTURE)
 
 
-def decoder_code(group: int, has_zero: bool, dtype: str) -> bytes:
-    """Machine code that decodes weights of such groups.
+def decoder_code(decoding: Decoding) -> bytes:
+    """Machine code that decodes such weights.
 
     Raises:
         KernelError: the source does not compile.
     """
     source = _text("hopper.cuh") + _text("fragments.cuh") + _text("decode.cu")
-    return compiled(source, _decoding(group, has_zero, dtype), ARCHITECTURE)
+    return compiled(source, _macros(decoding), ARCHITECTURE)
 
 
-def _decoding(group: int, has_zero: bool, dtype: str) -> dict[str, int]:
-    return {"GROUP": group, "HAS_ZERO": int(has_zero), "HALF": int(dtype == "f16")}
+def _macros(decoding: Decoding) -> dict[str, int]:
+    return {
+        "GROUP": decoding.group, "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
+    }  # fmt: skip
 
 
 @cache
@@ -130,17 +145,18 @@ def _text(name: str) -> str:
     return (files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8")
 
 
-def product_instruction(tokens: int, dtype: str) -> str:
-    """C++ for sums [64, tokens] += fragment [64, 16] @ x [tokens, 16]^T, which has as many operands as sums."""
+def product_instruction(tokens: int, operand: str) -> str:
+    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T; its operands are as many as sums."""
     sums = tokens // 2
     targets = ", ".join(f"%{i}" for i in range(sums))
     sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    shape = f"m64n{tokens}k16.f32.{dtype}.{dtype}"
+    depth, last = (32, "") if operand == "e4m3" else (16, ", 0")  # 16-bit operands may be transposed
+    shape = f"m64n{tokens}k{depth}.f32.{operand}.{operand}"
     return f"""
 __device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{
     asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{sums + 5}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.{shape} {{{targets}}}, {sources}, adds, 1, 1, 0;\\n}}"
+                 "wgmma.mma_async.sync.aligned.{shape} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
                  : {outputs}
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"((u32)adds));
 }}
