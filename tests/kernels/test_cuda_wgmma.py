@@ -15,6 +15,7 @@ from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
+from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
 from fewbit.kernels.linear.fragment_cuts import SHARED_BYTES, cut_for
 from fewbit.kernels.linear.fragment_layout import (
     CODE_BYTES,
@@ -29,15 +30,19 @@ from fewbit.numerics import dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
 
-KERNEL = CudaWgmma()
+KERNEL, FP8 = CudaWgmma(), CudaWgmmaFp8()
 H200 = DEVICES["sm90"].with_software("cuda-core")
 TAKEN = [name for name, key in KEYS.items() if KERNEL.refuse(LinearRequest(key, 64, 256), H200) is None]
+
+
+TAKEN_FP8 = [name for name, key in KEYS.items() if FP8.refuse(LinearRequest(key, 64, 256), H200) is None]
 
 
 def test_what_fragments_take() -> None:
     wanted = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
     assert wanted <= set(TAKEN)
     assert not {"W4A16 g16", "W5A16", "W8A16", "NVFP4A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,35 @@ def test_fragments_stand_for_the_numbers_of_the_record(name: str, rows: int, col
     assert (weight.nbytes, weight.shape) == (layout.nbytes, (layout.units, layout.depths, layout.unit_bytes))
     assert torch.equal(fragment_numbers(weight, layout), dequantize(record).bfloat16().float())
     assert FragmentLayout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (96, 256), (1, 128), (200, 1152)])
+@pytest.mark.parametrize("name", TAKEN_FP8)
+def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: int, columns: int) -> None:
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]), "e4m3")
+    assert layout is not None
+    assert torch.equal(fragment_numbers(fragments(record, layout), layout), dequantize(record))
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_the_left_operand_to_e4m3(data: st.DataObject) -> None:
+    """By the register layout of 8-bit `wgmma`, with the arithmetic of `decode_e4m3`."""
+    rows, columns = data.draw(st.integers(1, 150)), 16 * data.draw(st.integers(1, 20))
+    record = layer(KEYS["W4AF8 static"], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 static"]), "e4m3")
+    assert layout is not None
+    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
+    word = int(words[unit, depth, step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2])
+    nibbles = (word & 0xFFFFFFFF) >> 4 * (register % 2)
+    decoded = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81
+    bits = torch.tensor([decoded >> 8 * byte & 0xFF], dtype=torch.uint8)
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 32 + register // 2 * 16 + lane % 4 * 4 + byte
+    inside = row < rows and column < columns
+    assert bits.view(torch.float8_e4m3fn).item() * 512 == (int(record["codes"][row, column]) if inside else 0)
 
 
 @given(st.data())
@@ -115,12 +149,15 @@ def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, 
 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 17, 64, 65, 128, 200, 256, 512])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_cuts_fit_the_shared_memory(tokens: int, group: int) -> None:
-    layout = FragmentLayout(4096, 4096, group, "bf16", 0, True, "bf16")
+@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
+@pytest.mark.parametrize("rows", [4096, 28672])
+def test_cuts_fit_the_multiprocessor(tokens: int, group: int, operand: str, rows: int) -> None:
+    layout = FragmentLayout(rows, 4096, group, "bf16", 0, operand == "bf16", operand)
     cut = cut_for(layout, tokens)
-    assert cut.shared_bytes(layout) <= SHARED_BYTES
+    assert cut.shared_bytes(layout) * cut.residents <= SHARED_BYTES
     assert cut.stages >= 2
-    assert cut.tokens >= tokens or cut.tokens == 256
+    assert cut.blocks <= cut.residents
+    assert cut.tokens >= tokens or cut.tokens == max(cut_for(layout, many).tokens for many in (128, 256))
 
 
 def test_sources_and_their_macros_go_with_each_other() -> None:

@@ -13,6 +13,7 @@ from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
 from fewbit.kernels.linear.fragment_cuts import Cut
 from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
+from fewbit.spec.element import E4M3
 
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
@@ -110,7 +111,7 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
         KernelError: the source does not compile.
     """
     registers, of_producer = REGISTERS[cut.warpgroups]
-    is_fp8 = decoding.operand == "e4m3"
+    is_fp8 = decoding.operand == E4M3.name
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
         "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
@@ -151,7 +152,7 @@ def product_instruction(tokens: int, operand: str) -> str:
     targets = ", ".join(f"%{i}" for i in range(sums))
     sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    depth, last = (32, "") if operand == "e4m3" else (16, ", 0")  # 16-bit operands may be transposed
+    depth, last = (32, "") if operand == E4M3.name else (16, ", 0")  # 16-bit operands may be transposed
     shape = f"m64n{tokens}k{depth}.f32.{operand}.{operand}"
     return f"""
 __device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{

@@ -21,6 +21,7 @@ from torch import Tensor
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.fragment_cuts import DECODES_FIRST_FROM, cut_for
 from fewbit.kernels.linear.fragment_layout import (
+    DTYPES,
     GROUPS,
     FragmentLayout,
     fragment_layout_of,
@@ -48,7 +49,7 @@ class CudaWgmma(LinearKernel):
     weight_only: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(_obstacles(request, hardware))
+        return Refusal.first(fragment_obstacles(request, hardware, None, QUANTUM))
 
     def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
         """See the contract.
@@ -59,9 +60,7 @@ class CudaWgmma(LinearKernel):
         require_roles(record, request)
         layout = fragment_layout_of(request)
         assert layout is not None, "the request was refused"
-        weight = fragments(unpack_record(record), layout)
-        flags = torch.zeros(FLAGS, dtype=torch.int32, device=weight.device)
-        return Prepared({"weight": weight, "flags": flags}, {"layout": str(layout)})
+        return Prepared(prepared_fragments(record, layout), {"layout": str(layout)})
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         tensors = prepared.tensors
@@ -72,23 +71,40 @@ class CudaWgmma(LinearKernel):
         return 0 if layout is None else layout.nbytes + 4 * FLAGS
 
 
-def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+def prepared_fragments(record: QuantizedTensor, layout: FragmentLayout) -> dict[str, Tensor]:
+    """The prepared weight and the flags of its products.
+
+    Raises:
+        CheckpointError: a code lies outside the element's range.
+    """
+    weight = fragments(unpack_record(record), layout)
+    return {"weight": weight, "flags": torch.zeros(FLAGS, dtype=torch.int32, device=weight.device)}
+
+
+def fragment_obstacles(request: LinearRequest, hardware: Hardware, operand: str | None, quantum: int) -> Iterator[str]:
+    """What keeps a weight from being multiplied over fragments.
+
+    Args:
+        operand: see `fragment_layout_of`.
+        quantum: input features of 16 bytes.
+    """
     if hardware.platform != "cuda":
         yield f"runs on CUDA, found {hardware.platform}"
     if hardware.capability != CAPABILITY:
         yield f"wgmma needs compute capability 9.0 and no other, {hardware.name} has {hardware.capability / 10}"
     if PACKAGE not in hardware.software:
         yield f"{PACKAGE}, which finds NVRTC, is not installed"
-    if request.dtype not in ("bf16", "f16"):
+    if request.dtype not in DTYPES:
         yield f"bf16 or f16 activations are needed, found {request.dtype}"
     yield from record_obstacles(request)
-    if fragment_layout_of(request) is None:
+    if fragment_layout_of(request, operand) is None:
+        signed = "" if operand is None else "signed, symmetric "
         yield (
-            f"integers of up to 4 bits under scales of {request.dtype}, of rows or of groups that one of {GROUPS} "
-            f"divides, are needed, found {request.key.weight} over K={request.columns}"
+            f"{signed}integers of up to 4 bits under scales of {request.dtype}, of rows or of groups that one of "
+            f"{GROUPS} divides, are needed, found {request.key.weight} over K={request.columns}"
         )
-    if request.columns % QUANTUM:
-        yield f"K must be a multiple of {QUANTUM}, found {request.columns}"
+    if request.columns % quantum:
+        yield f"K must be a multiple of {quantum}, found {request.columns}"
     if request.batch_invariant:
         yield "the same bits at every M are asked for, and this kernel splits its sums by M"
 

@@ -53,25 +53,43 @@ class Cut:
 
     def shared_bytes(self, layout: FragmentLayout) -> int:
         """Shared memory of a block: stages, and two barriers for each."""
-        stage = self.tokens * DEPTH * 2 + self.units * layout.unit_bytes
+        stage = self.tokens * DEPTH * layout.operand_bytes + self.units * layout.unit_bytes
         return self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
 
 
 DECODES_FIRST_FROM = 1025
 """Tokens from which weights are decoded once, into a matrix for the vendor's product."""
-_BY_TOKENS = (
-    Cut(8, warpgroups=2, tiles=2, stages=10),
-    Cut(16, warpgroups=2, tiles=2, stages=9),
-    Cut(32, warpgroups=2, tiles=2, stages=8, step=4),
-    Cut(64, warpgroups=2, tiles=2, stages=6, step=4),
-    Cut(128, warpgroups=2, tiles=2, stages=4),
-    Cut(256, warpgroups=2, tiles=1, stages=3, cluster=2),
+TALL = 16384
+"""Output features from which blocks of twice the height leave no multiprocessor idle; they read x half as often."""
+_LOW = (
+    Cut(8, tiles=2, stages=10),
+    Cut(16, tiles=2, stages=9),
+    Cut(32, stages=8, step=4),
+    Cut(64, stages=8, step=4),
+    Cut(128, stages=5),
+    Cut(256, stages=3),
+)
+_HIGH = (
+    *_LOW[:2],
+    Cut(32, tiles=2, stages=8, step=4),
+    Cut(64, tiles=2, stages=6, step=4),
+    Cut(128, tiles=2, stages=4, step=4),
+    _LOW[-1],
+)
+_FP8_LOW = (Cut(16, stages=11), Cut(32, stages=10), Cut(64, stages=8), Cut(128, stages=8))
+_FP8_HIGH = (
+    Cut(16, tiles=2, stages=10),
+    Cut(32, tiles=2, stages=9),
+    Cut(64, tiles=2, stages=8),
+    Cut(128, stages=8),
 )
 
 
 def cut_for(layout: FragmentLayout, tokens: int) -> Cut:
     """The cut for a number of tokens; scales of more groups leave room for fewer stages."""
-    cut = next((cut for cut in _BY_TOKENS if cut.tokens >= tokens), _BY_TOKENS[-1])
-    while cut.shared_bytes(layout) > SHARED_BYTES:
+    tables = (_FP8_LOW, _FP8_HIGH) if layout.operand == "e4m3" else (_LOW, _HIGH)
+    table = tables[layout.rows >= TALL]
+    cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
+    while cut.shared_bytes(layout) > SHARED_BYTES // cut.residents:
         cut = replace(cut, stages=cut.stages - 1)
     return cut

@@ -77,6 +77,11 @@ class FragmentLayout:
         return Decoding(self.group, self.has_zero, self.dtype, self.operand)
 
     @property
+    def operand_bytes(self) -> int:
+        """Bytes of an input feature of x."""
+        return 1 if self.operand == E4M3.name else 2
+
+    @property
     def units(self) -> int:
         """Units of output features."""
         return -(-self.rows // ROWS)
@@ -102,8 +107,8 @@ class FragmentLayout:
 
 
 _STEPS = (4, 2, 4, 2), (2, 2, 4, 4)
-"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32, runs of
-16, columns of threads, fours."""
+"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32, runs
+of 16, columns of threads, fours."""
 _ORDER = (8, 6, 9, 7), (8, 6, 7, 9)
 """The same as axes behind unit, warp, thread's row, row of two, depth and half, in the order of bytes."""
 
