@@ -46,7 +46,7 @@ def multiply(
         token_scale: what codes count in, float32 [M] or [].
 
     Raises:
-        KernelError: the source does not compile or the driver refuses.
+        KernelError: there is no compiler, or the driver refuses.
     """
     tokens, stride = x.shape[0], layout.rows + layout.rows % 2
     if x.data_ptr() % 16:
@@ -73,7 +73,7 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
     """The weight [N, K] in the layout's dtype.
 
     Raises:
-        KernelError: the source does not compile or the driver refuses.
+        KernelError: there is no compiler, or the driver refuses.
     """
     out = torch.empty(layout.rows, layout.columns, dtype=DTYPES[layout.dtype], device=weight.device)
     function = _decoder(layout.decoding, weight.device.index)
@@ -108,7 +108,7 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     """Machine code of the product over such weights, compiled for a cut.
 
     Raises:
-        KernelError: the source does not compile.
+        KernelError: there is no compiler.
     """
     registers, of_producer = REGISTERS[cut.warpgroups]
     is_fp8 = decoding.operand == E4M3.name
@@ -129,7 +129,7 @@ def decoder_code(decoding: Decoding) -> bytes:
     """Machine code that decodes such weights.
 
     Raises:
-        KernelError: the source does not compile.
+        KernelError: there is no compiler.
     """
     source = _text("hopper.cuh") + _text("fragments.cuh") + _text("decode.cu")
     return compiled(source, _macros(decoding), ARCHITECTURE)
@@ -147,17 +147,17 @@ def _text(name: str) -> str:
 
 
 def product_instruction(tokens: int, operand: str) -> str:
-    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T; its operands are as many as sums."""
+    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T, whose operands are many."""
     sums = tokens // 2
     targets = ", ".join(f"%{i}" for i in range(sums))
     sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
     depth, last = (32, "") if operand == E4M3.name else (16, ", 0")  # 16-bit operands may be transposed
-    shape = f"m64n{tokens}k{depth}.f32.{operand}.{operand}"
+    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{operand}.{operand}"
     return f"""
 __device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{
     asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{sums + 5}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.{shape} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
+                 "{name} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
                  : {outputs}
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"((u32)adds));
 }}

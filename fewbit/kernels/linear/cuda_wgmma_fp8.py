@@ -1,7 +1,8 @@
-"""E4M3 activations times integers of up to 4 bits on Hopper: CUDA C++ that decodes weights to E4M3, exactly, in registers.
+"""E4M3 activations times integers of up to 4 bits on Hopper: CUDA C++ that decodes weights to E4M3 in registers.
 
-The scale of a group multiplies the float32 sum over it, the scale of a token the result, so that nothing is rounded but
-the activations; no sum of the tensor cores runs over more than 128 input features. See `cuda_wgmma` for the rest.
+The scale of a group multiplies the float32 sum over it, the scale of a token the result, so that nothing but the
+activations is rounded; no sum of the tensor cores runs over more than 128 input features. For the rest see
+`cuda_wgmma`.
 """
 
 from __future__ import annotations

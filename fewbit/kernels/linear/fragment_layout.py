@@ -107,8 +107,8 @@ class FragmentLayout:
 
 
 _STEPS = (4, 2, 4, 2), (2, 2, 4, 4)
-"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32, runs
-of 16, columns of threads, fours."""
+"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32,
+runs of 16, columns of threads, fours."""
 _ORDER = (8, 6, 9, 7), (8, 6, 7, 9)
 """The same as axes behind unit, warp, thread's row, row of two, depth and half, in the order of bytes."""
 
