@@ -136,6 +136,21 @@ __device__ __forceinline__ void flag_take(u32* flag) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
+// Waits until `count` blocks have come here, and leaves for the last of them to go to set it back.
+__device__ __forceinline__ void flag_count(u32* flag, u32 count) {
+    u32 found;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+    } while (found < count);
+}
+
+__device__ __forceinline__ void flag_leave(u32* flag, u32 count) {
+    u32 found;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(found) : "l"(flag) : "memory");
+    if (found == 2 * count - 1) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
+}
+
 __device__ __forceinline__ void store_floats(float* to, const float* from) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]),
                  "f"(from[3])

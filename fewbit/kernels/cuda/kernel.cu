@@ -20,6 +20,15 @@ __device__ __forceinline__ void consume(const Problem& p, Range range, int index
         const int to = min(p.depths, from + range.end - step);
         step += to - from;
         add_stages(reader, sums, share, turn, to - from, step < range.end);
+        const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS + warpgroup * TILES;
+        const int token = tile % p.token_tiles * TOKENS + lane % 4 * 2, row = unit * 64 + warp * 16 + lane / 4 * 2;
+        if (p.parts > 1) {
+            const int part = index - tile * p.parts, last = (clusters - 1 - tile * p.parts) * CLUSTER + rank;
+            const Chunks mine(part, p.parts);
+            exchange_sums(p, sums, thread, p.flags + tile * CLUSTER + rank, last, part, mine);
+            store_result(p, sums, mine, token, row);
+            continue;
+        }
         if (from > 0) {
             leave_sums(p, sums, thread);
             continue;
@@ -28,8 +37,7 @@ __device__ __forceinline__ void consume(const Problem& p, Range range, int index
         int others = 0;
         for (int end = step; end < (tile + 1) * p.depths; others++) end = Range(index + 1 + others, clusters, p.work).end;
         if (others > 0) add_sums(p, sums, thread, (clusters - 2 - index) * CLUSTER + rank, others);
-        const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS + warpgroup * TILES;
-        store_result(p, sums, tile % p.token_tiles * TOKENS + lane % 4 * 2, unit * 64 + warp * 16 + lane / 4 * 2);
+        store_result(p, sums, Chunks(0, 1), token, row);
     }
 }
 

@@ -28,7 +28,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
-        ("scale_stride", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("parts", "scale_stride")),
     )
 
 
@@ -54,14 +54,17 @@ def multiply(
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
     work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
-    each = -(-work // (_multiprocessors(x.device.index) * cut.blocks // cut.cluster))
-    blocks = -(-work // each) * cut.cluster
-    partial = x.new_empty(blocks * cut.sums if each % layout.depths else 0, dtype=torch.float32)
+    clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
+    if cut.even:
+        clusters = -(-work // -(-work // clusters))
+    blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
+    parts = layout.depths // each if not rest and layout.depths % each == 0 else 1
+    partial = x.new_empty(blocks * cut.sums if rest or each % layout.depths else 0, dtype=torch.float32)
     problem = Problem(
         weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
         None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
         layout.rows, stride, layout.units, layout.depths, token_tiles, work,
-        0 if token_scale is None or not token_scale.dim() else 1,
+        parts, int(token_scale is not None and token_scale.dim() > 0),
     )  # fmt: skip
     described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)

@@ -44,7 +44,7 @@ struct Problem {
     const float* token_scale;     // [M] or [] for tokens in E4M3
     float* partial;               // [blocks, sums of a block]
     u32* flags;                   // [blocks], zero between launches
-    int tokens, rows, stride, units, depths, token_tiles, work, scale_stride;
+    int tokens, rows, stride, units, depths, token_tiles, work, parts, scale_stride;
 };
 
 // What of a step of the work lies where.
@@ -119,26 +119,60 @@ __device__ __forceinline__ void leave_sums(const Problem& p, const float (&sums)
     if (thread == 0) flag_set(p.flags + blockIdx.x);
 }
 
-// Adds what `count` blocks left, in their order, once all have.
-__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count) {
-    for (int i = thread; i < count; i += THREADS) flag_take(p.flags + block - i * CLUSTER);
-    wait_for_consumers();
-    constexpr int LOADS = SUMS / 4 < 4 ? SUMS / 4 : 4;  // in flight
+// Which of the CHUNKS of four sums that a thread has its block adds up and stores.
+constexpr int CHUNKS = TILES * SUMS / 4;
+
+struct Chunks {
+    int first, end;
+    __device__ __forceinline__ Chunks(int part, int parts) : first(part * CHUNKS / parts), end((part + 1) * CHUNKS / parts) {}
+    __device__ __forceinline__ bool has(int chunk) const { return chunk >= first && chunk < end; }
+};
+
+// Adds what `count` blocks left, in their order, `block` first, without `itself`.
+__device__ __forceinline__ void add_left(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count,
+                                         int itself, Chunks mine) {
+    constexpr int LOADS = CHUNKS < 4 ? CHUNKS : 4;  // in flight
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
-        const float* from = p.partial + (u64)(block - i * CLUSTER) * (TILES * SUMS * THREADS) + 4 * thread;
+        if (i == itself) continue;
+        const float* from = p.partial + (u64)(block - i * CLUSTER) * (CHUNKS * 4 * THREADS) + 4 * thread;
 #pragma unroll
-        for (int part = 0; part < TILES * SUMS / 4; part += LOADS) {
+        for (int batch = 0; batch < CHUNKS; batch += LOADS) {
             float4 found[LOADS];
 #pragma unroll
-            for (int j = 0; j < LOADS; j++) found[j] = load_floats(from + (part + j) * 4 * THREADS);
+            for (int j = 0; j < LOADS; j++)
+                if (mine.has(batch + j)) found[j] = load_floats(from + (batch + j) * 4 * THREADS);
 #pragma unroll
             for (int j = 0; j < LOADS; j++) {
-                float* to = &sums[(part + j) * 4 / SUMS][(part + j) * 4 % SUMS];
+                if (!mine.has(batch + j)) continue;
+                float* to = &sums[(batch + j) * 4 / SUMS][(batch + j) * 4 % SUMS];
                 to[0] += found[j].x, to[1] += found[j].y, to[2] += found[j].z, to[3] += found[j].w;
             }
         }
     }
+}
+
+// What the blocks of the `count` ranges after this one's left of the tile.
+__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count) {
+    for (int i = thread; i < count; i += THREADS) flag_take(p.flags + block - i * CLUSTER);
+    wait_for_consumers();
+    add_left(p, sums, thread, block, count, -1, Chunks(0, 1));
+}
+
+// Where all ranges are as long and a tile is `parts` of them, every block adds its share of the tile's sums up. All blocks
+// of a launch are there at once.
+__device__ __forceinline__ void exchange_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, u32* flag, int block,
+                                              int part, Chunks mine) {
+    float* to = p.partial + (u64)blockIdx.x * (CHUNKS * 4 * THREADS) + 4 * thread;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+        if (!mine.has(chunk)) store_floats(to + chunk * 4 * THREADS, &sums[chunk * 4 / SUMS][chunk * 4 % SUMS]);
+    wait_for_consumers();
+    if (thread == 0) flag_count(flag, p.parts);
+    wait_for_consumers();
+    add_left(p, sums, thread, block, p.parts, part, mine);
+    wait_for_consumers();
+    if (thread == 0) flag_leave(flag, p.parts);
 }
 
 __device__ __forceinline__ float token_factor(const Problem& p, int token) {
@@ -146,7 +180,8 @@ __device__ __forceinline__ float token_factor(const Problem& p, int token) {
 }
 
 // A thread has two neighbouring output features of every token of its own. `stride` is even, so that pairs are aligned.
-__device__ __forceinline__ void store_result(const Problem& p, const float (&sums)[TILES][SUMS], int token, int row) {
+__device__ __forceinline__ void store_result(const Problem& p, const float (&sums)[TILES][SUMS], Chunks mine, int token,
+                                             int row) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         const int n = row + 64 * tile;
@@ -158,7 +193,7 @@ __device__ __forceinline__ void store_result(const Problem& p, const float (&sum
         for (int i = 0; i < SUMS; i += 4)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (!inside || token + 2 * i + e >= p.tokens) continue;
+                if (!inside || token + 2 * i + e >= p.tokens || !mine.has((tile * SUMS + i) / 4)) continue;
                 const float scale = token_factor(p, token + 2 * i + e);
                 const u32 pair = round_pair(sums[tile][i + e] * scale + low, sums[tile][i + 2 + e] * scale + high);
                 *reinterpret_cast<u32*>(to + (u64)(2 * i + e) * p.stride) = pair;

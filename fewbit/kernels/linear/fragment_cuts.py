@@ -24,6 +24,7 @@ class Cut:
         ahead: take a stage's codes into registers while the stage before is multiplied.
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         blocks: of a launch for each multiprocessor.
+        even: as few blocks as are no slower, with as much work each; else as many as there is room for.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Cut:
     ahead: bool = False
     residents: int = 1
     blocks: int = 1
+    even: bool = True
 
     @property
     def threads(self) -> int:
