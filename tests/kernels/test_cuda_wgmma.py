@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
+from fewbit.kernels.cuda.products import Problem
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
@@ -177,6 +179,14 @@ def _asked(folder: Traversable, names: list[str]) -> set[str]:
     code = re.sub(r'//.*|"[^"]*"', "", text)
     defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
     return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
+
+
+def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
+    text = (files("fewbit.kernels.cuda") / "ring.cuh").read_text()
+    body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
+    names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
+    assert names == [name for name, _ in Problem._fields_]
+    assert ctypes.sizeof(Problem) == 6 * 8 + 10 * 4
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:
