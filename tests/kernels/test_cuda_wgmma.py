@@ -168,7 +168,17 @@ def test_sources_and_their_macros_go_with_each_other() -> None:
     shared = ["hopper.cuh", "fragments.cuh"]
     given = {"GROUP", "HAS_ZERO", "HALF"}
     assert _asked(folder, [*shared, "decode.cu"]) == given
-    cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
+    cut = {
+        "TOKENS",
+        "WARPGROUPS",
+        "TILES",
+        "STAGES",
+        "CLUSTER",
+        "PARTS",
+        "RESIDENTS",
+        "OPERAND_BYTES",
+        "RECEIVED_APART",
+    }
     given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
     assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
     assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}

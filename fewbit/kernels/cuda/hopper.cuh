@@ -136,6 +136,24 @@ __device__ __forceinline__ void flag_take(u32* flag) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
+// To shared memory of the block `rank` of the cluster.
+__device__ __forceinline__ void store_floats_at(u32 to, u32 rank, const float* from) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n}" ::"r"(to),
+        "r"(rank), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
+        : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared_floats(u32 from) {
+    float4 found;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
+                 : "r"(from));
+    return found;
+}
+
 // Waits until `count` blocks have come here, and leaves for the last of them to go to set it back.
 __device__ __forceinline__ void flag_count(u32* flag, u32 count) {
     u32 found;

@@ -22,6 +22,10 @@ __device__ __forceinline__ void consume(const Problem& p, Range range, int index
         add_stages(reader, sums, share, turn, to - from, step < range.end);
         const int unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS + warpgroup * TILES;
         const int token = tile % p.token_tiles * TOKENS + lane % 4 * 2, row = unit * 64 + warp * 16 + lane / 4 * 2;
+        if (PARTS > 1) {
+            store_result(p, sums, gather_sums(sums, stages, thread), token, row);
+            return;
+        }
         if (p.parts > 1) {
             const int part = index - tile * p.parts, last = (clusters - 1 - tile * p.parts) * CLUSTER + rank;
             const Chunks mine(part, p.parts);
@@ -42,8 +46,8 @@ __device__ __forceinline__ void consume(const Problem& p, Range range, int index
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, RESIDENTS)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
+#if CLUSTER * PARTS > 1
+    __cluster_dims__(CLUSTER * PARTS, 1, 1)
 #endif
         multiply_fragments(const __grid_constant__ TensorMap x_map, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -55,18 +59,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, RESIDENTS)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (CLUSTER > 1)
+    if (CLUSTER * PARTS > 1)
         cluster_sync();
     else
         __syncthreads();
     let_next_launch();
-    const int clusters = gridDim.x / CLUSTER, index = clusters - 1 - blockIdx.x / CLUSTER;
+    const int clusters = gridDim.x / CLUSTER, index = PARTS > 1 ? blockIdx.x : clusters - 1 - blockIdx.x / CLUSTER;
     const Range range(index, clusters, p.work);
     if (threadIdx.x >= THREADS) {
 #if RESIDENTS == 1
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
 #endif
         if (threadIdx.x == THREADS) produce(&x_map, p, range, stages, full, empty);
+        if (PARTS > 1) {  // consumers have as many
+            if (RECEIVES_IN_RING) cluster_sync();
+            cluster_sync();
+        }
     } else {
 #if RESIDENTS == 1
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
-from fewbit.kernels.linear.fragment_cuts import Cut
+from fewbit.kernels.linear.fragment_cuts import RECEIVED_APART, Cut
 from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
 from fewbit.spec.element import E4M3
 
@@ -54,12 +54,19 @@ def multiply(
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
     work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
+    tiles = work // layout.depths
     clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
-    if cut.even:
+    if cut.parts > 1:
+        clusters = tiles * cut.parts
+    elif cut.whole:
+        clusters = -(-tiles // -(-tiles // clusters))
+    elif cut.even:
         clusters = -(-work // -(-work // clusters))
     blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
     parts = layout.depths // each if not rest and layout.depths % each == 0 else 1
-    partial = x.new_empty(blocks * cut.sums if rest or each % layout.depths else 0, dtype=torch.float32)
+    partial = x.new_empty(
+        blocks * cut.sums if cut.parts == 1 and (rest or each % layout.depths) else 0, dtype=torch.float32
+    )
     problem = Problem(
         weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
         None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
@@ -117,7 +124,7 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     is_fp8 = decoding.operand == E4M3.name
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
+        "CLUSTER": cut.cluster, "PARTS": cut.parts, "RECEIVED_APART": RECEIVED_APART, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
         "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
     if not is_fp8:

@@ -5,8 +5,8 @@
 // features each. Blocks stay: the work, tiles by steps of K, is cut into equal ranges, and where a range ends inside a
 // tile, the block that has the tile's first step adds what the others found, in their order.
 //
-// Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), RESIDENTS (blocks that a
-// multiprocessor has room for, so that the next kernel's wait there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3),
+// Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), PARTS (blocks of a
+// cluster that share a tile; either is 1), RECEIVED_APART (bytes), RESIDENTS (blocks that a multiprocessor has room for, so that the next kernel's wait there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3),
 // REGISTERS and PRODUCER_REGISTERS of a thread where there is room for one block, and what `fragments.cuh` needs.
 
 constexpr int UNITS = WARPGROUPS * TILES;
@@ -177,6 +177,38 @@ __device__ __forceinline__ void exchange_sums(const Problem& p, float (&sums)[TI
 
 __device__ __forceinline__ float token_factor(const Problem& p, int token) {
     return OPERAND_BYTES == 2 ? 1.f : p.token_scale[token * p.scale_stride] * 512.f;
+}
+
+// Where the blocks of a cluster are the PARTS of a tile, each adds up a slice of the sums, through shared memory: behind the
+// stages, or in their place once every block has done with them.
+constexpr int SLICE = CHUNKS < PARTS ? 1 : CHUNKS / PARTS;
+constexpr int RECEIVED_BYTES = PARTS * SLICE * THREADS * 16;
+constexpr bool RECEIVES_IN_RING = RECEIVED_BYTES > RECEIVED_APART;
+
+__device__ __forceinline__ Chunks gather_sums(float (&sums)[TILES][SUMS], u32 stages, int thread) {
+    const int rank = cluster_rank();
+    const u32 received = stages + (RECEIVES_IN_RING ? 0 : STAGES * (STAGE_BYTES + 16)) + 16 * thread;
+    if (RECEIVES_IN_RING) cluster_sync();
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+        if (chunk / SLICE != rank)
+            store_floats_at(received + (rank * SLICE + chunk % SLICE) * (THREADS * 16), chunk / SLICE,
+                            &sums[chunk * 4 / SUMS][chunk * 4 % SUMS]);
+    cluster_sync();
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        if (chunk / SLICE != rank) continue;
+        float* to = &sums[chunk * 4 / SUMS][chunk * 4 % SUMS];
+#pragma unroll
+        for (int other = 0; other < PARTS; other++) {
+            if (other == rank) continue;
+            const float4 found = load_shared_floats(received + (other * SLICE + chunk % SLICE) * (THREADS * 16));
+            to[0] += found.x, to[1] += found.y, to[2] += found.z, to[3] += found.w;
+        }
+    }
+    Chunks mine(0, 1);
+    mine.first = rank * SLICE, mine.end = mine.first + SLICE;
+    return mine;
 }
 
 // A thread has two neighbouring output features of every token of its own. `stride` is even, so that pairs are aligned.

@@ -8,6 +8,7 @@ from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
 
 WARPGROUP = 128
 SHARED_BYTES = 232448  # what a block may have on compute capability 9.0
+RECEIVED_APART = 16384  # bytes of sums from other blocks up to which they have a place of their own
 SWIZZLED = 1024  # bytes that stages are whole multiples of
 
 
@@ -25,6 +26,8 @@ class Cut:
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         blocks: of a launch for each multiprocessor.
         even: as few blocks as are no slower, with as much work each; else as many as there is room for.
+        whole: no block gets part of a tile.
+        parts: equal parts of K that blocks of a cluster take, and add up among themselves.
     """
 
     tokens: int
@@ -37,6 +40,8 @@ class Cut:
     residents: int = 1
     blocks: int = 1
     even: bool = True
+    whole: bool = False
+    parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -56,7 +61,9 @@ class Cut:
     def shared_bytes(self, layout: FragmentLayout) -> int:
         """Shared memory of a block: stages, and two barriers for each."""
         stage = self.tokens * DEPTH * layout.operand_bytes + self.units * layout.unit_bytes
-        return self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
+        ring = self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
+        received = 4 * max(self.sums, self.parts * 4 * self.warpgroups * WARPGROUP) if self.parts > 1 else 0
+        return ring + (received if received <= RECEIVED_APART else 0)
 
 
 DECODES_FIRST_FROM = 1025
