@@ -28,7 +28,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
-        *((name, ctypes.c_int) for name in ("parts", "scale_stride")),
+        ("scale_stride", ctypes.c_int),
     )
 
 
@@ -53,27 +53,17 @@ def multiply(
         x = x.clone()
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
-    work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
-    tiles = work // layout.depths
-    clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
-    if cut.parts > 1:
-        clusters = tiles * cut.parts
-    elif cut.whole:
-        clusters = -(-tiles // -(-tiles // clusters))
-    elif cut.even:
-        clusters = -(-work // -(-work // clusters))
-    blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
-    parts = layout.depths // each if not rest and layout.depths % each == 0 else 1
-    partial = x.new_empty(
-        blocks * cut.sums if cut.parts == 1 and (rest or each % layout.depths) else 0, dtype=torch.float32
-    )
+    work = token_tiles * -(-layout.units // cut.units) * layout.depths
+    blocks = cut.blocks(work // layout.depths, layout.depths, _multiprocessors(x.device.index))
+    is_split = cut.parts == 1 and work % blocks + work // blocks % layout.depths > 0
+    partial = x.new_empty(blocks * cut.sums if is_split else 0, dtype=torch.float32)
     problem = Problem(
         weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
         None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
         layout.rows, stride, layout.units, layout.depths, token_tiles, work,
-        parts, int(token_scale is not None and token_scale.dim() > 0),
+        int(token_scale is not None and token_scale.dim() > 0),
     )  # fmt: skip
-    described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
+    described = matrix_map(x, cut.tokens, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
     function.launch(blocks, addresses(described, problem), _stream(x))
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
@@ -124,11 +114,11 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     is_fp8 = decoding.operand == E4M3.name
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "CLUSTER": cut.cluster, "PARTS": cut.parts, "RECEIVED_APART": RECEIVED_APART, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
-        "PRODUCER_REGISTERS": of_producer,
+        "PARTS": cut.parts, "RECEIVED_APART": RECEIVED_APART, "RESIDENTS": cut.residents,
+        "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
     if not is_fp8:
-        macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
+        macros["STEP"] = cut.step
     names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
     texts = [_text(name) for name in names]
     source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])

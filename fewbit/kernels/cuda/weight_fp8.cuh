@@ -1,7 +1,6 @@
 // Sums of decoded weights times tokens in E4M3: no sum of the tensor cores runs over more than a group, whose scale then
-// multiplies it in float32, so that nothing is rounded. AHEAD does not apply.
+// multiplies it in float32, so that nothing is rounded.
 
-constexpr bool AHEAD = false;
 constexpr int PRODUCTS = GROUP / 32;  // of a group
 
 // Tokens in E4M3: a number below 16 in the bits of E4M3 is that many times 2**-9, which the end makes up for. A code is a
@@ -21,11 +20,11 @@ __device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&fo
 }
 
 // The first tile's group is scaled while the second's is multiplied, the second's while another warpgroup multiplies.
-__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Share& share, Turn& turn,
-                                           int count, bool) {
+__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
     static_assert(TILES <= 2, "a tile waits for one other");
     float found[TILES][SUMS];
     u32 fragment[TILES][PRODUCTS][4];
+    Share share;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll

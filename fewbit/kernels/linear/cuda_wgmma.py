@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
-from fewbit.kernels.linear.fragment_cuts import DECODES_FIRST_FROM, cut_for
+from fewbit.kernels.linear.fragment_cuts import cut_for
 from fewbit.kernels.linear.fragment_layout import (
     DTYPES,
     GROUPS,
@@ -30,6 +30,7 @@ from fewbit.kernels.linear.fragment_layout import (
 )
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles
 from fewbit.kernels.operations import define
+from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.hardware import Hardware
@@ -124,9 +125,10 @@ def _multiply(flat: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, 
         return (product if bias is None else product + bias).to(flat.dtype)
     from fewbit.kernels.cuda import products  # loads the driver's library
 
-    if tokens < DECODES_FIRST_FROM:
-        return products.multiply(flat, weight, flags, bias, layout, cut_for(layout, tokens))
-    return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
+    cut = cut_for(layout, tokens, device_name(flat.device))
+    if cut.decodes_first:
+        return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
+    return products.multiply(flat, weight, flags, bias, layout, cut)
 
 
 def _fake(x: Tensor, _weight: Tensor, _flags: Tensor, _bias: Tensor | None, layout: str) -> Tensor:

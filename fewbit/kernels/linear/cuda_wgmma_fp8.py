@@ -22,6 +22,7 @@ from fewbit.kernels.linear.fragment_layout import FragmentLayout, fragment_layou
 from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.products import static_tensors
 from fewbit.kernels.operations import define
+from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.numerics.activations import quantize_activations
 from fewbit.spec.element import E4M3
@@ -97,7 +98,8 @@ def _linear(
         from fewbit.kernels.programs.activations import quantized  # imports Triton
 
         codes, scale, _ = quantized(flat, Rounding.of(activation), static, parsed.columns, False, producer)
-        product = products.multiply(codes, weight, flags, bias, parsed, cut_for(parsed, flat.shape[0]), scale)
+        cut = cut_for(parsed, flat.shape[0], device_name(flat.device))
+        product = products.multiply(codes, weight, flags, bias, parsed, cut, scale)
     else:
         made = flat if producer is None else producer(flat)
         numbers = dequantize(quantize_activations(made, QuantKey.parse(activation), static))
