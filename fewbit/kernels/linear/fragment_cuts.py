@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
-from fewbit.kernels.tuned.table import tables_of
+from fewbit.kernels.tuned.table import Table, tables_of
 from fewbit.spec.element import E4M3
 
 WARPGROUP = 128
@@ -143,6 +143,11 @@ def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, t
     }
     larger = [rows for rows in measured if rows >= tokens]
     return measured[min(larger) if larger else max(measured)] if measured else None
+
+
+def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> Cut:
+    """The table's cut, or the one by rule."""
+    return (measured_cut(table.cuts, layout, tokens) or cut_by_rule(layout, tokens)).fitted(layout)
 
 
 @cache
