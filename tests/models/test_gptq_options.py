@@ -48,8 +48,12 @@ def test_the_asymmetric_term_says_where_it_was_kept(tmp_path: Path, family: str)
         for held in (10**9, 0)
     ]  # fmt: skip
     layers = [report["layers"] for report in reports]
-    inside = [layer for layer in layers[0] if layer.get("method", "").startswith("gptq")]
-    assert inside and all("asymmetric term in" in one["method"] for one in inside if ".experts." not in one["name"])
+    inside = [layer for layer in layers[0] if layer["method"] == "gptq"]
+    assert inside and all("asymmetric term in" in one["remarks"][0] for one in inside if ".experts." not in one["name"])
+    page, card = ((tmp_path / "held-0" / name).read_text() for name in ("quantization_report.html", "README.md"))
+    assert all(one["remarks"][0] in page for one in inside if one["remarks"])
+    assert page.count("<td>gptq</td>") == len(inside) + 1 + 1  # a row each, one group of all, and the algorithm
+    assert f"{sum(bool(one['remarks']) for one in layers[0])} of {len(layers[0])} have some" in card
     hashes = [{layer["name"]: layer.get("sha256") for layer in found} for found in layers]
     assert hashes[0] == hashes[1]
 

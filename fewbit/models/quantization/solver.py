@@ -108,11 +108,11 @@ class LayerSolver:
         own = self.seen.get(layer.name)
         if own is not None and own.tokens:
             return InputSeen(own.tokens)
-        note = "no calibration token reached it"
+        remark = "no calibration token reached it"
         if layer.key is None or not needs_calibration(layer.key.activation):
-            return InputSeen(0, note)
+            return InputSeen(0, remark)
         source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
-        return InputSeen(0, f"{note}; its activation scale is from {source}")
+        return InputSeen(0, f"{remark}; its activation scale is from {source}")
 
     def _of_siblings(self, name: str) -> InputStatistics:
         """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""
