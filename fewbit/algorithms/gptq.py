@@ -186,13 +186,17 @@ class Gptq(Algorithm):
             grids = [one.grid(tuple(weight.shape)) for weight, one in zip(weights, scales, strict=True)]
             meanings = [grid.meaning(part) for grid, part in zip(grids, parts, strict=True)]
             losses = relative_losses(weights, meanings, gram)
-        remarks: list[tuple[str, ...]] = [()] * len(weights)
+        records = [one.record(part) for one, part in zip(scales, parts, strict=True)]
+        found = zip(records, losses, self._remarks(sizes, helped), strict=True)
+        return [LayerResult(record, method, loss, remarks) for record, loss, remarks in found]
+
+    def _remarks(self, sizes: list[int], helped: Tensor | None) -> list[tuple[str, ...]]:
+        """What became of the asymmetric term in layers of so many rows, where it was asked for."""
         if helped is not None:
             counts = torch.stack([part.sum() for part in helped.split(sizes)]).tolist()
-            remarks = [(f"asymmetric term in {n} of {size} rows",) for n, size in zip(counts, sizes, strict=True)]
-        records = [one.record(part) for one, part in zip(scales, parts, strict=True)]
-        found = zip(records, losses, remarks, strict=True)
-        return [LayerResult(record, method, loss, told) for record, loss, told in found]
+            return [(f"asymmetric term in {n} of {size} rows",) for n, size in zip(counts, sizes, strict=True)]
+        told = ("no asymmetric term: the input was not compared with the unquantized model's",)
+        return [told if self.settings.asymmetric else ()] * len(sizes)
 
 
 def _grid(scales: list[Scales], weights: list[Tensor]) -> Grid:

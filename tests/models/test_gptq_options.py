@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from fewbit.errors import OutputError, SchemeError
+from fewbit.errors import OutputError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
 from fewbit.models.quantization.quantize import QuantizeOptions, quantize
@@ -56,13 +55,3 @@ def test_the_asymmetric_term_says_where_it_was_kept(tmp_path: Path, family: str)
     assert f"{sum(bool(one['remarks']) for one in layers[0])} of {len(layers[0])} have some" in card
     hashes = [{layer["name"]: layer.get("sha256") for layer in found} for found in layers]
     assert hashes[0] == hashes[1]
-
-
-def test_kept_statistics_know_of_no_difference(tmp_path: Path) -> None:
-    source = save_tiny_model(tmp_path / "model")
-    with pytest.raises(SchemeError, match="asymmetric"):
-        quantize(
-            source, tmp_path / "out", group_size=16, algorithm="gptq", settings={"asymmetric": 0.5},
-            keep_statistics=tmp_path / "kept", **CALIBRATION,
-        )  # fmt: skip
-    assert not (tmp_path / "kept").exists() and torch.get_default_dtype() == torch.float32

@@ -69,6 +69,9 @@ class LayerSolver:
 
     def _solved(self, tasks: list[LayerTask]) -> Iterator[tuple[LayerTask, LayerResult]]:
         try:
+            for statistics in {id(task.statistics): task.statistics for task in tasks}.values():
+                if statistics is not None:
+                    statistics.require_finite()
             found = self._algorithm.quantize_layers(tasks)
         except ValueError as error:
             names = ", ".join(task.name for task in tasks)
@@ -98,7 +101,7 @@ class LayerSolver:
             )
         # What stands in for an expert's input knows no more than the largest of its siblings.
         reached = found.percentile(self._percentile) if found.tokens else found.largest
-        scales = static_input_scales(reached, task.key.activation)
+        scales = static_input_scales(reached.cpu(), task.key.activation)
         return replace(result, record=result.record.with_tensors(**scales))
 
     def input_seen(self, layer: PlannedLayer) -> InputSeen:
