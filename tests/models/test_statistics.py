@@ -165,7 +165,7 @@ CHAINS: dict[str, dict[str, Any]] = {
     "W4A16, awq, gptq": {
         "scheme": "W4A16", "group_size": 32, "algorithm": "gptq", "transforms": ("awq:points=6",)
     },
-    "W8A8, smoothquant, nearest": {"scheme": "W8A8"},
+    "W8A8, smoothquant, nearest": {"scheme": "W8A8", "effort": "fast", "transforms": ("smoothquant",)},
     "W8A8, awq, smoothquant, gptq": {
         "scheme": "W8A8", "algorithm": "gptq", "transforms": ("awq:points=4", "smoothquant")
     },
