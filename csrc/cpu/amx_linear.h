@@ -12,8 +12,8 @@ namespace {
 
 // From so many tokens on AMX pays off.
 constexpr int64_t kAmxTokens = 16;
-// Inputs that are in use at a time stay within this, half of a second-level cache of the CPUs that have AMX.
-constexpr int64_t kAmxInputBytes = 1024 * 1024;
+// Inputs that are in use at a time stay within this, most of a second-level cache of the CPUs that have AMX.
+constexpr int64_t kAmxInputBytes = 1280 * 1024;
 // Two blocks by two tiles of tokens keep the inputs of so many steps and their panels in the first-level cache.
 constexpr int kAmxBlocks = 2;
 constexpr int kAmxTiles = 2;
@@ -39,11 +39,11 @@ struct AmxSteps {
     return {first, first + size < end ? first + size : end};
   }
 
-  TileShapes shapes() const {
+  // Registers 0 to 3 are of sums, 4 and 5 of the inputs of that many tokens, 6 and 7 of weights.
+  TileShapes shapes(int64_t tokens) const {
     TileShapes shapes;
     for (int i = 0; i < 8; ++i) {
-      const bool weights = i >= 6;  // after four of sums and two of inputs
-      shapes.rows[i] = static_cast<uint8_t>(weights ? rows() : kTileRows);
+      shapes.rows[i] = static_cast<uint8_t>(i >= 6 ? rows() : tokens);
       shapes.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? bytes : kTileRowBytes);
     }
     return shapes;
@@ -105,7 +105,11 @@ class AmxPanels {
     const int64_t sums = Codes::kShiftsSums ? job_.weight.groups : 0;
     return steps_.count * steps_.tile_bytes() + (sums + 1) * kTileRows * 4;
   }
-  int64_t tiles_at_a_time() const { return kAmxInputBytes / bytes(); }
+  // As many as stay within the cache, in nearly equal parts.
+  int64_t tiles_at_a_time() const {
+    const int64_t all = Tiles(job_.tokens, kTile).count, parts = (all * bytes() + kAmxInputBytes - 1) / kAmxInputBytes;
+    return (all + parts - 1) / parts;
+  }
 
   void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory) const {
     constexpr int64_t kPanel = kAmxSteps * kTileWords;
@@ -114,7 +118,7 @@ class AmxPanels {
         static_cast<uint32_t*>(scratch(Scratch::kPanel, (kAmxBlocks * kPanel + 2 * size) * 4));
     uint32_t* sums = panels + kAmxBlocks * kPanel;
     float* totals = reinterpret_cast<float*>(sums + size);
-    Registers::configure(steps_.shapes());
+    Registers::configure(steps_.shapes((tiles.tokens + tiles.count - 1) / tiles.count));
     for (int64_t begin = blocks.begin; begin < blocks.end; begin += kAmxBlocks) {
       const Range some{begin, begin + kAmxBlocks < blocks.end ? begin + kAmxBlocks : blocks.end};
       for (Range steps = steps_.stretch(0); steps.begin < steps_.count; steps = steps_.stretch(steps.end)) {
