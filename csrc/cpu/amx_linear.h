@@ -254,14 +254,18 @@ class AmxPanels {
     });
   }
 
+  // Token by token, so that what two blocks write of a line of memory is written at once.
   void write(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory,
              const float* totals) const {
     for (int64_t tile = 0; tile < count; ++tile) {
       const float* own_scales = scales(const_cast<char*>(memory + tile * bytes()));
-      for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        const float* own = totals + (tile * kAmxBlocks + block - blocks.begin) * kTileWords;
-        write_out<Vector>(job_, block, tiles.first(first + tile), tiles.width(first + tile), own,
-                          Codes::kInputBytes == 2 ? nullptr : own_scales);
+      const float* own = totals + tile * kAmxBlocks * kTileWords;
+      for (int token = 0; token < tiles.width(first + tile); ++token) {
+        for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+          write_out<Vector>(job_, block, tiles.first(first + tile) + token, 1,
+                            own + (block - blocks.begin) * kTileWords + token * kBlockRows,
+                            Codes::kInputBytes == 2 ? nullptr : own_scales + token);
+        }
       }
     }
   }
