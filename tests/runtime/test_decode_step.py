@@ -100,7 +100,8 @@ def test_every_instruction_set_dtype_and_thread_count(folder: Any, name: str, dt
         with native.forced(name):
             for threads in (1, 2, 5):
                 torch.set_num_threads(threads)
-                assert_same_logits(model)
+                for prompt in (PROMPT, 17):
+                    assert_same_logits(model, prompt=prompt)
                 assert torch.equal(stepped(model, TOKENS), stepped(model, TOKENS))
     finally:
         torch.set_num_threads(1)
