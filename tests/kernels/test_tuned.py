@@ -64,6 +64,17 @@ def test_the_mix_decides_between_measured_kernels() -> None:
     assert choose_kernel(request, H200, replace(decode, mix={1: 1000, 4096: 1})).kernel.name == "triton_tiles_quantized"
 
 
+def test_kernels_compiled_by_nvrtc_are_chosen_for_batches_where_they_can_be_compiled() -> None:
+    many = Preference(mix={64: 1})
+    for key, compiled, without in (
+        ("W4A16", "cuda_wgmma", "triton_tiles"),
+        ("W4AF8 g128", "cuda_wgmma_fp8", "triton_fp8"),
+    ):
+        request = LinearRequest(KEYS[key], 28672, 4096)
+        assert choose_kernel(request, H200.with_software("cuda-core"), many).kernel.name == compiled
+        assert choose_kernel(request, H200, many).kernel.name == without
+
+
 def test_another_version_or_device_is_not_served() -> None:
     assert table_for(H200) is not None
     assert table_for(replace(H200, software={"torch": "2.12", "triton": "3.6"})) is None
