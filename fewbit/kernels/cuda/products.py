@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def multiply(
     )  # fmt: skip
     described = matrix_map(x, cut.tokens, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
-    function.launch(blocks, addresses(described, problem), _stream(x))
+    _launch(function, blocks, (described, problem), x)
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
 
@@ -79,12 +80,14 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
     function = _decoder(layout.decoding, weight.device.index)
     pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
     extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
-    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
+    _launch(function, layout.units * layout.depths, (*pointers, *extents), weight)
     return out
 
 
-def _stream(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+def _launch(function: Function, blocks: int, parameters: tuple[Any, ...], tensor: Tensor) -> None:
+    """Starts a function on torch's current stream of the tensor's device."""
+    with torch.cuda.device(tensor.device):
+        function.launch(blocks, addresses(*parameters), torch.cuda.current_stream().cuda_stream)
 
 
 @cache
