@@ -188,3 +188,12 @@ def test_activations_are_made_and_rounded_in_one_operation(name: str, kind: str)
         wanted = kernel.run(producer(x), prepared, None)
         assert y.shape == (*x.shape[:2], 32)
         torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("plan", [Plan(rounds=True), Plan(32, 16, programs=7, rounds=True)])
+@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "FP8_DYNAMIC", "FP8 channel static", "W4AF8 g128", "W4A8 g128"])
+def test_few_rows_are_rounded_by_the_product_itself(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each has one symmetric scale; other activations and more rows are rounded before."""
+    monkeypatch.setattr(products, "plan_for", lambda *_: plan)
+    run(layer(KEYS[name], 80, 320), name, "bf16", (1, 3, 5))

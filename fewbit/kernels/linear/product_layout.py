@@ -116,8 +116,8 @@ class ProductLayout:
 
     @property
     def is_described(self) -> bool:
-        """Whether a program may read both sides through descriptors: codes of integers, no scale before the end."""
-        return self.kind == "codes" and self.operand == "int8" and not (self.group or self.x_group)
+        """Whether a program may read both sides through descriptors: codes in whole lines, no scale before the end."""
+        return self.kind == "codes" and not (self.group or self.x_group) and self.run == LONGEST_UNIT
 
     @property
     def in_blocks(self) -> bool:

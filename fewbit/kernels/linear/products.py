@@ -187,9 +187,11 @@ def _multiplied(
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
-    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
-    tokens = flat.shape[0]
+    tokens, rounding = flat.shape[0], Rounding.of(activation)
     plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
+    if producer is None and launch.rounds_itself(plan, rounding, tokens):
+        return launch.multiply_numbers(flat.contiguous(), tensors, bias, layout, plan, rounding)
+    codes, x_scale, x_zero = quantized(flat, rounding, static, layout.width, False, producer)
     if plan.decodes_first and layout.kind != "codes":
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()

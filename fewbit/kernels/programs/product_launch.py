@@ -10,12 +10,37 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.linear.product_layout import CODES, SCALES, ProductLayout
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
 from fewbit.kernels.programs.products import DEPTH, decode_nibbles, multiply_codes, multiply_described
+from fewbit.spec.element import F32
 
 DECODED_AT_ONCE = (8, 8)  # rows, units
+
+
+ROUNDED_ROWS = 4
+"""Rows of x that a product may round itself: every one of its programs reads them all."""
+
+
+def rounds_itself(plan: Plan, rounding: Rounding, tokens: int) -> bool:
+    """Whether the program of a product rounds x too: a plan says so, and rows have symmetric dynamic scales."""
+    by_rows = rounding.dynamic and rounding.symmetric and not rounding.group
+    return plan.rounds and by_rows and tokens <= ROUNDED_ROWS and not plan.described and not plan.decodes_first
+
+
+def multiply_numbers(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: ProductLayout, plan: Plan,
+    rounding: Rounding,
+) -> Tensor:  # fmt: skip
+    """y [M, N] of x [M, K], few contiguous rows, which the program rounds."""
+    out = x.new_empty(x.shape[0], layout.rows)
+    program, grid, arguments, constants = launch_of(
+        x, x.new_empty(1, dtype=torch.float32), None, out, tensors, bias, layout, plan, rounding
+    )
+    program[grid](*arguments, **constants)
+    return out
 
 
 def multiply(
@@ -37,28 +62,34 @@ def described_launch_of(
     """The program, grid, arguments and compile-time arguments of `multiply_described`."""
     tokens, weight = codes.shape[0], tensors["weight"]
     blocks = triton.cdiv(layout.rows, plan.block_n) * triton.cdiv(tokens, plan.block_m)
+    steps = layout.width // DEPTH.value
+    splits = plan.programs > blocks and blocks <= tensors["counters"].numel()
+    chunk = triton.cdiv(blocks * steps, plan.programs) if splits else steps
+    parts = triton.cdiv(steps, chunk) + 1 if splits else 0
     chained = chains(codes.device)
     arguments = (
         TensorDescriptor.from_tensor(weight, [plan.block_n, DEPTH.value]),
-        TensorDescriptor.from_tensor(codes, [plan.block_m, DEPTH.value]), tensors["row_scale"], x_scale,
+        TensorDescriptor.from_tensor(codes, [plan.block_m, DEPTH.value]), weight, tensors["row_scale"], x_scale,
         x_scale if x_zero is None else x_zero, tensors["weight_sums"], out if bias is None else bias, out,
-        tokens, layout.rows, layout.width,
+        x_scale.new_empty(parts * tokens * layout.rows), tensors["counters"], tokens, layout.rows, layout.width, chunk,
     )  # fmt: skip
     constants = {
         "OPERAND": layout.operand, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m,
-        "STAGES": plan.stages, "CHAINED": chained, "X_SCALES": "tokens" if x_scale.dim() else "one",
+        "STAGES": plan.stages, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": not splits,
+        "X_SCALES": "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
-    return multiply_described, (min(blocks, plan.programs or blocks),), arguments, constants
+    programs = triton.cdiv(blocks * steps, chunk) if splits else min(blocks, plan.programs or blocks)
+    return multiply_described, (programs,), arguments, constants
 
 
 def launch_of(
     codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
-    bias: Tensor | None, layout: ProductLayout, plan: Plan,
+    bias: Tensor | None, layout: ProductLayout, plan: Plan, rounding: Rounding | None = None,
 ) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The program, grid, arguments and compile-time arguments of `multiply_codes`."""
+    """The program, grid, arguments and compile-time arguments of `multiply_codes`; under a rounding, `codes` are x."""
     tokens = codes.shape[0]
     blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
     programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
@@ -71,14 +102,18 @@ def launch_of(
         codes, tensors["weight"], tensors["scale"], tensors["row_scale"],
         x_scale, x_scale if x_zero is None else x_zero, tensors["weight_sums"],
         out if bias is None else bias, out, partials, tensors["counters"],
-        tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk,
+        tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk, layout.columns,
+        *((rounding.divisor, rounding.low, rounding.high) if rounding else (1.0, 1.0, 1.0)), F32.smallest_positive,
     )  # fmt: skip
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
         "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
-        "WHOLE": chunk == layout.units, "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",
+        "WHOLE": chunk == layout.units,
+        "X_SCALES": "none" if grouped or rounding else "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
+        "TOKENS": triton.next_power_of_2(tokens) if rounding else 0,
+        "WIDE": triton.next_power_of_2(layout.columns) if rounding else 0,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
@@ -99,7 +134,9 @@ def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tenso
     return out
 
 
-def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
+def compile_for(
+    layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype, rounding: Rounding | None = None
+) -> None:
     """Compiles the program into Triton's cache, without weights or results."""
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
     scales = torch.zeros(16, device="cuda")
@@ -109,6 +146,11 @@ def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dty
         "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
-    launch = described_launch_of if plan.described and layout.is_described else launch_of
-    program, _, arguments, constants = launch(codes, scales, None, out, tensors, None, layout, plan)
+    if rounding is not None and rounds_itself(plan, rounding, tokens):
+        numbers = torch.empty(tokens, layout.columns, dtype=dtype, device="cuda")
+        found = launch_of(numbers, scales, None, out, tensors, None, layout, plan, rounding)
+    else:
+        launch = described_launch_of if plan.described and layout.is_described else launch_of
+        found = launch(codes, scales, None, out, tensors, None, layout, plan)
+    program, _, arguments, constants = found
     program.warmup(*arguments, grid=(1,), **constants)

@@ -14,6 +14,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fewbit.kernels.programs.activations import as_codes, nearest_codes, quotients, scales_of_tokens
 from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.nibbles import both_runs
 from fewbit.kernels.programs.outputs import finish, share
@@ -35,11 +36,11 @@ def block_of(tile, tiles_n, tiles_m):
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply_codes(
     x, weight, scale, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters,
-    M, N, width, stride, units, chunk,
+    M, N, width, stride, units, chunk, columns, divisor, low, high, smallest,
     KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
-    X_ZEROS: tl.constexpr,
+    X_ZEROS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
@@ -49,6 +50,8 @@ def multiply_codes(
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
+        TOKENS: where it is not 0, x holds numbers [M, columns] of so many rows at most, which are rounded here under
+            scales of tokens; `columns` to `smallest` say how, and `WIDE` is the next power of two of `columns`.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -63,13 +66,16 @@ def multiply_codes(
             lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
             fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
         gdc_wait()
+    token_scales = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if TOKENS > 0:
+        token_scales = scales_of_tokens(x, columns, M, divisor, smallest, TOKENS, BLOCK_M, WIDE)
     if WHOLE:
         block_n, block_m = block_of(program, tiles_n, tiles_m)
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
-            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP,
-            BLOCK_N, BLOCK_M, STAGES, PACKED,
+            x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, 0, units, KIND,
+            OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
     else:
@@ -78,9 +84,9 @@ def multiply_codes(
             n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
             m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
             total = sum_of_codes(
-                x, weight, scale, x_scale, n, m, M, N, width, stride,
+                x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
-                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
+                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -91,42 +97,72 @@ def multiply_codes(
 DEPTH = tl.constexpr(128)  # bytes of a row that a descriptor reads at a time: a whole line
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "chunk"])
 def multiply_described(
-    weight, x, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, width, OPERAND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
-    X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
+    weight, x, codes, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters, M, N, width, chunk,
+    OPERAND: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of outputs in turn, each over the whole of K, where no scale of a group lies between.
+    """Blocks of outputs in turn, each over the whole of K, or `chunk` consecutive steps of all of them.
+
+    No scale of a group lies between. E4M3 is summed by the tensor cores throughout, as torch's fast products are.
 
     Args:
         weight, x: descriptors of codes [N, width] and [M, width], read in blocks [BLOCK_N, DEPTH] and [BLOCK_M, DEPTH].
+        codes: the weight again, for fetching ahead.
+        WHOLE: blocks in turn; `chunk` says nothing.
     """
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0), flatten=True):
-        block_n, block_m = block_of(tile, tiles_n, tiles_m)
-        total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-        for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
-            words = weight.load([block_n * BLOCK_N, step * DEPTH])
-            total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
-        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        finish(
-            total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES,
-            X_ZEROS,
-        )  # fmt: skip
+    program = tl.program_id(0)
+    steps = tl.cdiv(width, DEPTH)
+    if CHAINED:
+        gdc_launch_dependents()
+        if AHEAD > 0 and not WHOLE:
+            block_n, block_m = block_of(program * chunk // steps, tiles_n, tiles_m)
+            row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            lines = tl.minimum((program * chunk % steps + tl.arange(0, AHEAD)) * DEPTH, width - 1)
+            fetch_ahead(codes + row.to(tl.int64)[:, None] * width + lines[None, :])
+        gdc_wait()
+    if WHOLE:
+        for tile in tl.range(program, tiles_n * tiles_m, tl.num_programs(0), flatten=True):
+            block_n, block_m = block_of(tile, tiles_n, tiles_m)
+            total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+            for step in tl.range(0, steps, num_stages=STAGES):
+                words = weight.load([block_n * BLOCK_N, step * DEPTH])
+                total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            finish(
+                total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS,
+                X_SCALES, X_ZEROS,
+            )  # fmt: skip
+    else:
+        begin = program * chunk
+        end = tl.minimum(begin + chunk, tiles_n * tiles_m * steps)
+        for tile in range(begin // steps, tl.cdiv(end, steps)):
+            block_n, block_m = block_of(tile, tiles_n, tiles_m)
+            total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+            for step in tl.range(
+                tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps), num_stages=STAGES
+            ):
+                words = weight.load([block_n * BLOCK_N, step * DEPTH])
+                total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            share(
+                total.to(tl.float32), n, m, tile, program, steps, chunk, row_scale, x_scale, x_zero, weight_sums, bias,
+                out, partials, counters, M, N, HAS_BIAS, X_SCALES, X_ZEROS, BLOCK_N, BLOCK_M,
+            )  # fmt: skip
 
 
 @triton.jit
 def sum_of_codes(
-    x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
+    x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, begin, end,
+    KIND: tl.constexpr, OPERAND: tl.constexpr,
     RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
@@ -150,7 +186,10 @@ def sum_of_codes(
             if OPERAND == "e4m3" and KIND != "codes":
                 operand = operand.to(tl.float8e4nv, bitcast=True)
             first = (unit * FIELDS + index) * RUN
-            inputs = tl.load(x_at + first)
+            if TOKENS > 0:
+                inputs = rounded_inputs(x, token, first, columns, token_scales, low, high, OPERAND, RUN, PACKED)
+            else:
+                inputs = tl.load(x_at + first)
             if WHOLE_SUMS:
                 total = tl.dot(operand, inputs, total, out_dtype=SUM)
             else:
@@ -160,7 +199,22 @@ def sum_of_codes(
                 if X_GROUP > 0:
                     product *= tl.load(x_scale + (first // X_GROUP) * M + token)[None, :]
                 total += product
-    return total.to(tl.float32)
+    if TOKENS > 0:
+        return total.to(tl.float32) * token_scales[None, :]
+    else:
+        return total.to(tl.float32)
+
+
+@triton.jit
+def rounded_inputs(
+    x, token, first, columns, scales, low, high, OPERAND: tl.constexpr, RUN: tl.constexpr, FUSED: tl.constexpr
+):
+    """`RUN` numbers from `first` on of the tokens' rows as codes [RUN, BLOCK_M], zeros from `columns` on."""
+    KIND: tl.constexpr = "integer" if OPERAND == "int8" else "e4m3"
+    place = first + tl.arange(0, RUN)[None, :]
+    numbers = tl.load(x + token.to(tl.int64)[:, None] * columns + place, mask=place < columns, other=0.0)
+    quotient = quotients(numbers.to(tl.float32), scales, FUSED)
+    return tl.trans(as_codes(nearest_codes(quotient, low, high, KIND, FUSED), KIND))
 
 
 @triton.jit
