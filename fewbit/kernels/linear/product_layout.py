@@ -1,9 +1,10 @@
 """The prepared layout of weights for products on 8-bit tensor cores: codes by rows, or pairs of 4-bit codes in bytes.
 
 Codes are int8 [N, width] or E4M3 [N, width], width being K up to the next unit. Integers of up to 4 bits and E2M1 are
-held in pairs, int8 [N, width / 2]: byte c of a unit of two runs of C features holds feature c of the first run in its
-lower and of the second run in its upper half, so that no register moves after decoding (`programs.nibbles`). Decoded
-bytes are the numbers times a power of two, which `row_scale` takes away.
+held in pairs, int8 [N, width / 2], a unit of two runs of C features in C bytes, so that no register moves after
+decoding (`programs.nibbles`): byte c holds integer c of the first run in its lower and of the second run in its upper
+half; four bytes hold E2M1 codes 4c to 4c + 3 of both runs, see `_e2m1_words`. Decoded bytes are the numbers times a
+power of two, which `row_scale` takes away.
 
 Scales of groups lie [groups, N] in a 16-bit dtype that holds them exactly, or in float32; a scale of a whole row, and
 the second-level one, multiply the last sum.
@@ -32,11 +33,13 @@ BLOCK = 128
 BLOCKS_APART = 4
 """Blocks along K come in fours; other numbers of them need padding that was not verified."""
 FOLDED_GROUP = 32
-FOLDED_RANGE = 14
-"""E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
+FOLDED_RANGE = 11
+"""E2M1 times a power of two from 1 down to 2**-11 is a normal number of E4M3 with room for six above."""
+FOLDED_TOP = 6
+"""The exponent of a row's largest scale in its codes: six times it is below E4M3's largest number."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
-_FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**6}
+_FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**-FOLDED_TOP}
 SCALES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
@@ -52,9 +55,9 @@ class ProductLayout:
         x_group: the same of the activations.
         scale_dtype: `bf16`, `f16` or `f32`.
         block_rows: output features under one scale.
-        folds: whether weights decoded to E4M3 may hold their scales of groups: powers of two, none further than 2**-14
-            from the row's largest, which is in `row_scale`. They are stored as 2**12 times what is left of them:
-            decoded alone, numbers are 2**-6 of themselves, with what is left they are 2**6 times the product.
+        folds: whether weights decoded to E4M3 hold their scales of groups: powers of two, none further than 2**-11 from
+            the row's largest, which is in `row_scale`. `scale` is int32 then, a byte a group: what decoding takes from
+            the exponents of a group's codes, eight times as much; [units or twice as many, N].
     """
 
     operand: str
@@ -84,13 +87,17 @@ class ProductLayout:
     @property
     def step(self) -> int:
         """Input features that are summed before a scale may change."""
+        if self.folds:
+            return LONGEST_UNIT
         return min(self.group or LONGEST_UNIT, self.x_group or LONGEST_UNIT, LONGEST_UNIT)
 
     @property
     def run(self) -> int:
         """Bytes of a row in a unit: whole lines of memory where K allows."""
-        fits = self.kind == "codes" or self.columns % (2 * self.step) == 0
-        return self.step if fits else max(32, self.step // 2)
+        if self.kind == "codes":
+            return self.step
+        runs = (run for run in (self.step, self.step // 2) if self.columns % (2 * run) == 0)
+        return max(FOLDED_GROUP, next(runs, FOLDED_GROUP if self.folds else self.step // 2))
 
     @property
     def unit(self) -> int:
@@ -112,7 +119,13 @@ class ProductLayout:
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
         blocks = self.rows // BLOCK * groups * 4 if self.in_blocks else 0
-        return self.rows * (self.units * self.run + groups * size + 4) + blocks
+        scales = self.units * self.offset_words * 4 if self.folds else groups * size
+        return self.rows * (self.units * self.run + scales + 4) + blocks
+
+    @property
+    def offset_words(self) -> int:
+        """Of a unit, where scales are folded."""
+        return -(-self.unit // (4 * FOLDED_GROUP))
 
     @property
     def is_described(self) -> bool:
@@ -128,7 +141,7 @@ class ProductLayout:
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
-        return replace(self, kind="codes", group=0 if self.folds else self.group)
+        return replace(self, kind="codes", group=0 if self.folds else self.group, folds=False)
 
 
 def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
@@ -194,9 +207,9 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
         if layout.folds:
             largest = _largest_scales(plain, scale)
-            scale = torch.where(scale > largest, 1.0, scale / largest) * factor**2
-            row_scale = largest / factor
-        scale = scale.to(SCALES[layout.scale_dtype])
+            scale, row_scale = _offsets(torch.where(scale > largest, 1.0, scale / largest), layout), largest * factor
+        else:
+            scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
             row_scale = row_scale * plain["global_scale"].flatten().float()
     else:
@@ -208,6 +221,24 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     if with_sums:
         sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
     return tensors | {"weight_sums": sums}
+
+
+def _offsets(scale: Tensor, layout: ProductLayout) -> Tensor:
+    """int32 words [units * offset_words, N] of scales [groups, N] from 1 down: a byte for each group of a unit."""
+    steps = -torch.log2(scale).round().to(torch.int32).clamp(max=FOLDED_RANGE) * 8
+    a_unit = layout.unit // FOLDED_GROUP
+    missing = layout.units * a_unit - steps.shape[0]
+    padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).view(layout.units, a_unit, layout.rows)
+    padded = torch.nn.functional.pad(padded, (0, 0, 0, -a_unit % 4)).view(-1, 4, layout.rows)
+    return padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16 | padded[:, 3] << 24
+
+
+def _scales_of(words: Tensor, layout: ProductLayout) -> Tensor:
+    """float32 scales [groups padded, N]: the inverse of `_offsets`."""
+    steps = torch.stack([(words >> (8 * position)) & 0xFF for position in range(4)], 1)
+    a_unit = layout.unit // FOLDED_GROUP
+    steps = steps.reshape(layout.units, -1, layout.rows)[:, :a_unit].reshape(-1, layout.rows)
+    return torch.ldexp(torch.ones_like(steps, dtype=torch.float32), -(steps // 8))
 
 
 def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
@@ -246,19 +277,53 @@ def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:
     else:
         fields = codes.int()
     padded = torch.nn.functional.pad(fields, (0, missing)).view(layout.rows, layout.units, 2, layout.run)
+    if layout.kind == "e2m1":
+        return _e2m1_words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
     pairs = padded[:, :, 0] | padded[:, :, 1] << 4
     return pairs.to(torch.uint8).view(torch.int8).reshape(layout.rows, -1).contiguous()
+
+
+def _e2m1_words(fields: Tensor) -> Tensor:
+    """int32 words [N, units, run / 4] of codes [N, units, 2, run]: four of either run.
+
+    Magnitude i of the first run is at bit 4i and of the second at bit 16 + 4i, where a permutation of bytes takes its
+    selectors from; sign i of the first is at bit 8i + 7 and of the second at bit 8i + 3.
+    """
+    fours = fields.reshape(*fields.shape[:3], -1, 4)
+    words = torch.zeros_like(fours[:, :, 0, :, 0])
+    for (run, place), (magnitude, sign) in _E2M1_PLACES.items():
+        code = fours[:, :, run, :, place]
+        words |= (code & 7) << magnitude | (code >> 3) << sign
+    return words
+
+
+def _e2m1_fields(words: Tensor) -> Tensor:
+    """The inverse of `_e2m1_words`, int32 [N, units, 2, run]."""
+    runs = []
+    for run in (0, 1):
+        places = (_E2M1_PLACES[run, place] for place in range(4))
+        fours = [(words >> magnitude) & 7 | ((words >> sign) & 1) << 3 for magnitude, sign in places]
+        runs.append(torch.stack(fours, -1).flatten(2))
+    return torch.stack(runs, 2)
+
+
+_E2M1_PLACES = {
+    (run, place): (16 * run + 4 * place, 8 * place + 7 - 4 * run) for run in (0, 1) for place in range(4)
+}
+"""(run, code of four) -> bit of the magnitude, bit of the sign."""
 
 
 def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor:
     """The numbers that prepared tensors stand for, float32 [N, K]: the inverse of `product_tensors`."""
     weight = tensors["weight"]
-    if layout.kind != "codes":
+    if layout.kind == "e2m1":
+        words = weight.view(torch.int32).view(layout.rows, layout.units, -1)
+        numbers = decode(_e2m1_fields(words).reshape(layout.rows, -1).to(torch.uint8), E2M1)
+        numbers = numbers / _FACTORS[layout.kind, layout.operand]
+    elif layout.kind == "integer":
         fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
         codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
-        if layout.kind == "e2m1":
-            numbers = decode(codes.to(torch.uint8), E2M1)
-        elif layout.operand == "int8":
+        if layout.operand == "int8":
             numbers = ((codes ^ 8) - 8).float()
         else:
             numbers = (torch.where(codes == 8, 8, codes & 7) * (1 - 2 * (codes >> 3))).float()
@@ -267,5 +332,6 @@ def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor
         numbers = weight.float()
     numbers = numbers[:, : layout.columns] * tensors["row_scale"][:, None]
     if layout.group:
-        numbers = numbers * tensors["scale"].float().t().repeat_interleave(layout.group, 1)[:, : layout.columns]
+        scale = _scales_of(tensors["scale"], layout) if layout.folds else tensors["scale"].float()
+        numbers = numbers * scale.t().repeat_interleave(layout.group, 1)[:, : layout.columns]
     return numbers

@@ -2,7 +2,7 @@
 
 A number of a tile is a code times what its row counts in, and times the scale of its group where the scale stays
 outside. Integers of magnitude up to 16 are codes as they are. E2M1 under E8M0 takes the scales of groups in: E4M3 holds
-it times powers of two down to 2**-14 of the row's largest, which is brought to 2**6; a weight with a row whose scales
+it times powers of two down to 2**-11 of the row's largest, which is brought to 2**6; a weight with a row whose scales
 lie further apart is not decoded to codes.
 """
 
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from fewbit.kernels.activation.rounding import covers_rows
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.product_layout import EXACT_INTEGERS, FOLDED_RANGE, ProductLayout
+from fewbit.kernels.linear.product_layout import EXACT_INTEGERS, FOLDED_RANGE, FOLDED_TOP, ProductLayout
 from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import TileLayout, of_groups, stored_fields
 from fewbit.spec.element import E4M3, Element
 
-FOLDED_TOP = 6
-"""The exponent of the largest scale of a row in its codes: six times it is below E4M3's largest number."""
 LEAST_OF_ROWS = 100
 """Binades that a row's largest scale may lie below the tensor's: factors must be float32 numbers."""
 

@@ -28,7 +28,8 @@ class Plan:
             of codes, units of tiles.
         folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
         described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
-            `programs` then share the blocks.
+            `programs` then take whole blocks in turn.
+        splits: where descriptors are used, `programs` are equal chunks all the same.
         rounds: round x in the program of the product where its rows are few and each has a scale of its own (see
             `product_launch.rounds_itself`), not in one before it.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
@@ -43,6 +44,7 @@ class Plan:
     ahead: int = 0
     folds: bool = False
     described: bool = False
+    splits: bool = False
     rounds: bool = False
 
 

@@ -20,6 +20,9 @@ from fewbit.spec.element import F32
 DECODED_AT_ONCE = (8, 8)  # rows, units
 
 
+CHAINED_ROWS = 256
+"""Rows of x up to which a product lets the next kernel begin before it ends: longer ones lose more to its programs, which
+wait on the multiprocessors, than the start of a kernel takes."""
 ROUNDED_ROWS = 4
 """Rows of x that a product may round itself: every one of its programs reads them all."""
 
@@ -63,10 +66,10 @@ def described_launch_of(
     tokens, weight = codes.shape[0], tensors["weight"]
     blocks = triton.cdiv(layout.rows, plan.block_n) * triton.cdiv(tokens, plan.block_m)
     steps = layout.width // DEPTH.value
-    splits = plan.programs > blocks and blocks <= tensors["counters"].numel()
+    splits = plan.splits and plan.programs > 0 and blocks <= tensors["counters"].numel()
     chunk = triton.cdiv(blocks * steps, plan.programs) if splits else steps
     parts = triton.cdiv(steps, chunk) + 1 if splits else 0
-    chained = chains(codes.device)
+    chained = chains(codes.device) and tokens <= CHAINED_ROWS
     arguments = (
         TensorDescriptor.from_tensor(weight, [plan.block_n, DEPTH.value]),
         TensorDescriptor.from_tensor(codes, [plan.block_m, DEPTH.value]), weight, tensors["row_scale"], x_scale,
@@ -96,7 +99,7 @@ def launch_of(
     chunk = max(1, -(-blocks * layout.units // programs))
     parts = 1 if chunk % layout.units == 0 else -(-layout.units // chunk) + 1
     partials = x_scale.new_empty(parts * tokens * layout.rows if parts > 1 else 0)
-    chained = chains(codes.device)
+    chained = chains(codes.device) and tokens <= CHAINED_ROWS
     grouped = layout.x_group > 0
     arguments = (
         codes, tensors["weight"], tensors["scale"], tensors["row_scale"],
@@ -107,7 +110,7 @@ def launch_of(
     )  # fmt: skip
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
-        "GROUP": layout.group, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
+        "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
         "WHOLE": chunk == layout.units,
         "X_SCALES": "none" if grouped or rounding else "tokens" if x_scale.dim() else "one",
@@ -127,8 +130,8 @@ def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tenso
         out = out.view(torch.float8_e4m3fn)
     rows, units = DECODED_AT_ONCE
     decode_nibbles[(triton.cdiv(layout.rows, rows), triton.cdiv(layout.units, units))](
-        weight, scale, out if layout.folds else out.view(torch.int8), layout.rows, weight.shape[1], layout.units,
-        KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run, GROUP=layout.group or layout.unit,
+        weight, scale, out.view(torch.int8), layout.rows, weight.shape[1], layout.units,
+        KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run,
         FOLDS=layout.folds, ROWS=rows, UNITS=units, PACKED=HAS_ASSEMBLY, num_warps=4,
     )  # fmt: skip
     return out
@@ -143,7 +146,7 @@ def compile_for(
     codes = torch.empty(tokens, layout.width, dtype=CODES[layout.operand], device="cuda")
     tensors = {
         "weight": codes if layout.kind == "codes" else counters.to(torch.int8), "counters": counters,
-        "scale": scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
+        "scale": counters if layout.folds else scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
     if rounding is not None and rounds_itself(plan, rounding, tokens):

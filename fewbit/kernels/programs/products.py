@@ -15,8 +15,9 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.programs.activations import as_codes, nearest_codes, quotients, scales_of_tokens
+from fewbit.kernels.programs.decode import beside
 from fewbit.kernels.programs.fetch import fetch_ahead
-from fewbit.kernels.programs.nibbles import both_runs
+from fewbit.kernels.programs.nibbles import both_runs, e2m1_runs
 from fewbit.kernels.programs.outputs import finish, share
 
 BLOCKS_TOGETHER = tl.constexpr(8)  # blocks of M that are near in time, so that both sides come from the cache
@@ -40,13 +41,13 @@ def multiply_codes(
     KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
-    X_ZEROS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
+    X_ZEROS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
     Args:
         x: codes [M, width]; with scales [groups, M] where `X_GROUP` is not 0, else as `X_SCALES` says.
-        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0.
+        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, `scale` holds offsets.
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
@@ -75,7 +76,7 @@ def multiply_codes(
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
             x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, 0, units, KIND,
-            OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS,
+            OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS, FOLDS,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
     else:
@@ -87,6 +88,7 @@ def multiply_codes(
                 x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
                 KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS,
+                FOLDS,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -162,9 +164,13 @@ def sum_of_codes(
     x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, begin, end,
     KIND: tl.constexpr, OPERAND: tl.constexpr,
     RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
+    if FOLDS:
+        return sum_of_folded(
+            x, weight, scale, n, m, M, N, width, stride, begin, end, RUN, BLOCK_N, BLOCK_M, STAGES, PACKED
+        )
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     WHOLE_SUMS: tl.constexpr = OPERAND == "int8" and GROUP == 0 and X_GROUP == 0
     row = tl.minimum(n, N - 1)
@@ -218,39 +224,98 @@ def rounded_inputs(
 
 
 @triton.jit
-def scaled_e2m1(codes, factors):
-    """int32 E2M1 codes times stored scales in E4M3, exactly; see `ProductLayout.folds`."""
-    bits = ((codes & 8) << 12) | ((codes & 7) << 9)  # f16 with the exponent counted from 14 less
-    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-    return (numbers * (factors.to(tl.float32) * 0.015625).to(tl.float16)).to(tl.float8e4nv)
+def folded_part(
+    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Operands of 32 features of both runs of a unit, with the scales of their groups, int8 [BLOCK_N, 32] each."""
+    words = tl.load(bytes_at + PART * 32)
+    first = tl.broadcast_to(first_word[:, None], (BLOCK_N, 32))
+    second = tl.broadcast_to(second_word[:, None], (BLOCK_N, 32))
+    return e2m1_runs(words, first, second, PART, (PARTS + PART) % 4, PACKED)
+
+
+@triton.jit
+def two_folded_parts(
+    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same of 64 features."""
+    lower, upper = folded_part(bytes_at, first_word, second_word, PART, PARTS, BLOCK_N, PACKED)
+    next_lower, next_upper = folded_part(bytes_at, first_word, second_word, PART + 1, PARTS, BLOCK_N, PACKED)
+    return beside(lower, next_lower), beside(upper, next_upper)
+
+
+@triton.jit
+def folded_runs(
+    bytes_at, first_word, second_word, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Operands of both runs of a unit, int8 [BLOCK_N, 32 * PARTS] each."""
+    if PARTS == 1:
+        return folded_part(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+    elif PARTS == 2:
+        return two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+    else:
+        lower, upper = two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+        next_lower, next_upper = two_folded_parts(bytes_at, first_word, second_word, 2, PARTS, BLOCK_N, PACKED)
+        return beside(lower, next_lower), beside(upper, next_upper)
+
+
+@triton.jit
+def sum_of_folded(
+    x, weight, offsets, n, m, M, N, width, stride, begin, end, RUN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of one block over the units from `begin` to `end` where operands hold the scales of their groups of 32.
+
+    The tensor cores sum all of it, as torch's fast product of E4M3 does.
+    """
+    PARTS: tl.constexpr = RUN // 32
+    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
+    row = tl.minimum(n, N - 1)
+    bytes_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, 32)[None, :]
+    x_at = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for unit in tl.range(begin, end, num_stages=STAGES):
+        first_word = tl.load(offsets + unit * WORDS * N + row)
+        second_word = tl.load(offsets + (unit * WORDS + WORDS - 1) * N + row)
+        lower, upper = folded_runs(bytes_at + unit * RUN, first_word, second_word, PARTS, BLOCK_N, PACKED)
+        total = tl.dot(lower.to(tl.float8e4nv, bitcast=True), tl.load(x_at + unit * 2 * RUN), total)
+        total = tl.dot(upper.to(tl.float8e4nv, bitcast=True), tl.load(x_at + (unit * 2 + 1) * RUN), total)
+    return total
 
 
 @triton.jit
 def decode_nibbles(
     weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
-    GROUP: tl.constexpr, FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
+    FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
 
     Args:
-        FOLDS: operands are E4M3 and hold the scales [groups, N] as well.
+        FOLDS: operands hold the scales of groups as well, `scale` their offsets, see `ProductLayout.folds`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    PARTS: tl.constexpr = RUN // 32 if FOLDS else 1
+    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
+    WIDE: tl.constexpr = RUN // PARTS
     of_units = (row < N)[:, None] & (unit < units)[None, :]
-    inside = of_units[:, :, None] & (tl.arange(0, RUN) < RUN)[None, None, :]
-    place = row[:, None, None] * stride + unit[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    words = tl.load(weight + place, mask=inside, other=0)
-    if FOLDS:
-        group = unit * (2 * RUN // GROUP)
-        at = scale + group[None, :] * N + row[:, None]
-        first = tl.load(at, mask=of_units, other=1.0)[:, :, None]
-        second = tl.load(at + RUN // GROUP * N, mask=of_units, other=1.0)[:, :, None]
-        codes = words.to(tl.int32)
-        lower = scaled_e2m1(codes & 15, first)
-        upper = scaled_e2m1((codes >> 4) & 15, second)
-    else:
-        lower, upper = both_runs(words, KIND, OPERAND, PACKED)
-    to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + tl.arange(0, RUN)[None, None, :]
-    tl.store(to, lower, mask=inside)
-    tl.store(to + RUN, upper, mask=inside)
+    inside = of_units[:, :, None] & (tl.arange(0, WIDE) < WIDE)[None, None, :]
+    for part in tl.static_range(PARTS):
+        place = tl.arange(0, WIDE)[None, None, :] + part * WIDE
+        at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
+        words = tl.load(weight + at, mask=inside, other=0)
+        if FOLDS:
+            scale_at = scale + unit[None, :] * WORDS * N + row[:, None]
+            first = tl.load(scale_at, mask=of_units, other=0)[:, :, None]
+            second = tl.load(scale_at + (WORDS - 1) * N, mask=of_units, other=0)[:, :, None]
+            lower, upper = e2m1_runs(
+                words, tl.broadcast_to(first, words.shape), tl.broadcast_to(second, words.shape), part,
+                (PARTS + part) % 4, PACKED,
+            )  # fmt: skip
+        else:
+            lower, upper = both_runs(words, KIND, OPERAND, PACKED)
+        to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + place
+        tl.store(to, lower, mask=inside)
+        tl.store(to + RUN, upper, mask=inside)
