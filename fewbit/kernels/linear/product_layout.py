@@ -2,9 +2,9 @@
 
 Codes are int8 [N, width] or E4M3 [N, width], width being K up to the next unit. Integers of up to 4 bits and E2M1 are
 held in pairs, int8 [N, width / 2], a unit of two runs of C features in C bytes, so that no register moves after
-decoding (`programs.nibbles`): byte c holds integer c of the first run in its lower and of the second run in its upper
-half; four bytes hold E2M1 codes 4c to 4c + 3 of both runs, see `_e2m1_words`. Decoded bytes are the numbers times a
-power of two, which `row_scale` takes away.
+decoding (`programs.nibbles`): for int8, byte c holds integer c of the first run in its lower and of the second run in
+its upper half; for E4M3, four bytes hold codes 4c to 4c + 3 of both runs, see `_words`. Decoded bytes are the numbers
+times a power of two, which `row_scale` takes away.
 
 Scales of groups lie [groups, N] in a 16-bit dtype that holds them exactly, or in float32; a scale of a whole row, and
 the second-level one, multiply the last sum.
@@ -39,7 +39,7 @@ FOLDED_TOP = 6
 """The exponent of a row's largest scale in its codes: six times it is below E4M3's largest number."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
-_FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**-FOLDED_TOP}
+_FACTORS = {("integer", "int8"): 2.0**-4, ("e2m1", "e4m3"): 2.0**-FOLDED_TOP}
 SCALES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
@@ -270,64 +270,53 @@ def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:
             codes = integers_in_range(plain).to(torch.float32 if layout.operand == "e4m3" else torch.int8)
         padded = torch.nn.functional.pad(codes.to(CODES[layout.operand]).view(torch.int8), (0, missing))
         return padded.contiguous().view(CODES[layout.operand])
-    if layout.kind == "integer":
-        numbers = integers_in_range(plain)
-        # A sign and three bits of magnitude for E4M3; a sign alone is -8.
-        fields = numbers & 15 if layout.operand == "int8" else (numbers < 0) * 8 | (numbers.abs() & 7)
-    else:
-        fields = codes.int()
+    fields = integers_in_range(plain) & 15 if layout.kind == "integer" else codes.int()
     padded = torch.nn.functional.pad(fields, (0, missing)).view(layout.rows, layout.units, 2, layout.run)
-    if layout.kind == "e2m1":
-        return _e2m1_words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
+    if layout.operand == "e4m3":
+        return _words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
     pairs = padded[:, :, 0] | padded[:, :, 1] << 4
     return pairs.to(torch.uint8).view(torch.int8).reshape(layout.rows, -1).contiguous()
 
 
-def _e2m1_words(fields: Tensor) -> Tensor:
+def _words(fields: Tensor) -> Tensor:
     """int32 words [N, units, run / 4] of codes [N, units, 2, run]: four of either run.
 
-    Magnitude i of the first run is at bit 4i and of the second at bit 16 + 4i, where a permutation of bytes takes its
-    selectors from; sign i of the first is at bit 8i + 7 and of the second at bit 8i + 3.
+    The lower three bits of code i of the first run are at bit 4i and of the second at bit 16 + 4i, where a permutation
+    of bytes takes its selectors from; its sign is at bit 8i + 7 in the first run and at bit 8i + 3 in the second.
     """
     fours = fields.reshape(*fields.shape[:3], -1, 4)
     words = torch.zeros_like(fours[:, :, 0, :, 0])
-    for (run, place), (magnitude, sign) in _E2M1_PLACES.items():
+    for (run, place), (lower, sign) in _PLACES.items():
         code = fours[:, :, run, :, place]
-        words |= (code & 7) << magnitude | (code >> 3) << sign
+        words |= (code & 7) << lower | (code >> 3) << sign
     return words
 
 
-def _e2m1_fields(words: Tensor) -> Tensor:
-    """The inverse of `_e2m1_words`, int32 [N, units, 2, run]."""
+def _fields(words: Tensor) -> Tensor:
+    """The inverse of `_words`, int32 [N, units, 2, run]."""
     runs = []
     for run in (0, 1):
-        places = (_E2M1_PLACES[run, place] for place in range(4))
-        fours = [(words >> magnitude) & 7 | ((words >> sign) & 1) << 3 for magnitude, sign in places]
+        places = (_PLACES[run, place] for place in range(4))
+        fours = [(words >> lower) & 7 | ((words >> sign) & 1) << 3 for lower, sign in places]
         runs.append(torch.stack(fours, -1).flatten(2))
     return torch.stack(runs, 2)
 
 
-_E2M1_PLACES = {
-    (run, place): (16 * run + 4 * place, 8 * place + 7 - 4 * run) for run in (0, 1) for place in range(4)
-}
-"""(run, code of four) -> bit of the magnitude, bit of the sign."""
+_PLACES = {(run, place): (16 * run + 4 * place, 8 * place + 7 - 4 * run) for run in (0, 1) for place in range(4)}
+"""(run, code of four) -> bit of its lower three bits, bit of the sign."""
 
 
 def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor:
     """The numbers that prepared tensors stand for, float32 [N, K]: the inverse of `product_tensors`."""
     weight = tensors["weight"]
-    if layout.kind == "e2m1":
-        words = weight.view(torch.int32).view(layout.rows, layout.units, -1)
-        numbers = decode(_e2m1_fields(words).reshape(layout.rows, -1).to(torch.uint8), E2M1)
-        numbers = numbers / _FACTORS[layout.kind, layout.operand]
-    elif layout.kind == "integer":
-        fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
-        codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
-        if layout.operand == "int8":
-            numbers = ((codes ^ 8) - 8).float()
+    if layout.kind != "codes":
+        if layout.operand == "e4m3":
+            codes = _fields(weight.view(torch.int32).view(layout.rows, layout.units, -1)).reshape(layout.rows, -1)
         else:
-            numbers = (torch.where(codes == 8, 8, codes & 7) * (1 - 2 * (codes >> 3))).float()
-        numbers = numbers / _FACTORS[layout.kind, layout.operand]
+            fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
+            codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
+        numbers = decode(codes.to(torch.uint8), E2M1) if layout.kind == "e2m1" else ((codes ^ 8) - 8).float()
+        numbers = numbers / _FACTORS.get((layout.kind, layout.operand), 1.0)
     else:
         numbers = weight.float()
     numbers = numbers[:, : layout.columns] * tensors["row_scale"][:, None]

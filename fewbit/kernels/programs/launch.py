@@ -93,6 +93,8 @@ def launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
+    if plan.registers:
+        constants["maxnreg"] = plan.registers
     return (-(-blocks * layout.units // chunk),), arguments, constants
 
 

@@ -84,6 +84,8 @@ def described_launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
+    if plan.registers:
+        constants["maxnreg"] = plan.registers
     programs = triton.cdiv(blocks * steps, chunk) if splits else min(blocks, plan.programs or blocks)
     return multiply_described, (programs,), arguments, constants
 
@@ -120,6 +122,8 @@ def launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
+    if plan.registers:
+        constants["maxnreg"] = plan.registers
     return multiply_codes, (-(-blocks * layout.units // chunk),), arguments, constants
 
 
