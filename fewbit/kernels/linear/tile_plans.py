@@ -30,7 +30,7 @@ class Plan:
         described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
             `programs` then take whole blocks in turn.
         splits: where descriptors are used, `programs` are equal chunks all the same.
-        registers: the most of a thread, so that more programs fit a multiprocessor; 0 for as many as the compiler takes.
+        registers: the most of a thread, so that more programs fit a multiprocessor; 0 for what the compiler takes.
         rounds: round x in the program of the product where its rows are few and each has a scale of its own (see
             `product_launch.rounds_itself`), not in one before it.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.

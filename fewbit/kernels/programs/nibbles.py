@@ -102,8 +102,7 @@ def plain_run(words, offsets, RUN: tl.constexpr, BYTE: tl.constexpr, KIND: tl.co
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     word = first | (second << 8) | (third << 16) | (fourth << 24)
-    even, odd = tl.split(tl.reshape((offsets >> (8 * BYTE)) & 255, (ROWS, FOURS, 2, 2)))
-    offset, other = tl.split(even)
+    offset = tl.max(tl.reshape((offsets >> (8 * BYTE)) & 255, (ROWS, FOURS, 4)), axis=2)  # the same for all four
     low = tl.join(plain_byte(word, offset, RUN, 0, KIND), plain_byte(word, offset, RUN, 2, KIND))
     high = tl.join(plain_byte(word, offset, RUN, 1, KIND), plain_byte(word, offset, RUN, 3, KIND))
     return tl.reshape(tl.join(low, high), words.shape).to(tl.int8)

@@ -21,8 +21,8 @@ DECODED_AT_ONCE = (8, 8)  # rows, units
 
 
 CHAINED_ROWS = 256
-"""Rows of x up to which a product lets the next kernel begin before it ends: longer ones lose more to its programs, which
-wait on the multiprocessors, than the start of a kernel takes."""
+"""Rows of x up to which a product lets the next kernel begin before it ends: longer ones lose more to its programs,
+which wait on the multiprocessors, than the start of a kernel takes."""
 ROUNDED_ROWS = 4
 """Rows of x that a product may round itself: every one of its programs reads them all."""
 
@@ -112,9 +112,9 @@ def launch_of(
     )  # fmt: skip
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
-        "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group, "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n,
-        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead,
-        "WHOLE": chunk == layout.units,
+        "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group,
+        "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m, "STAGES": plan.stages,
+        "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": chunk == layout.units,
         "X_SCALES": "none" if grouped or rounding else "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
         "TOKENS": triton.next_power_of_2(tokens) if rounding else 0,
@@ -148,9 +148,10 @@ def compile_for(
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
     scales = torch.zeros(16, device="cuda")
     codes = torch.empty(tokens, layout.width, dtype=CODES[layout.operand], device="cuda")
+    held = counters if layout.folds else scales.to(SCALES[layout.scale_dtype])
     tensors = {
-        "weight": codes if layout.kind == "codes" else counters.to(torch.int8), "counters": counters,
-        "scale": counters if layout.folds else scales.to(SCALES[layout.scale_dtype]), "row_scale": scales, "weight_sums": scales,
+        "weight": codes if layout.kind == "codes" else counters.to(torch.int8), "counters": counters, "scale": held,
+        "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
     if rounding is not None and rounds_itself(plan, rounding, tokens):
