@@ -135,7 +135,7 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16)])
+@pytest.mark.parametrize("plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16, depth=64)])
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK"])
 def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "plan_for", lambda *_: plan)

@@ -30,6 +30,7 @@ class Plan:
         described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
             `programs` then take whole blocks in turn.
         splits: where descriptors are used, `programs` are equal chunks all the same.
+        depth: bytes of a row of codes that are read at a time where no scale of a group lies between; 0 for a line.
         registers: the most of a thread, so that more programs fit a multiprocessor; 0 for what the compiler takes.
         rounds: round x in the program of the product where its rows are few and each has a scale of its own (see
             `product_launch.rounds_itself`), not in one before it.
@@ -46,6 +47,7 @@ class Plan:
     folds: bool = False
     described: bool = False
     splits: bool = False
+    depth: int = 0
     registers: int = 0
     rounds: bool = False
 

@@ -98,8 +98,10 @@ def launch_of(
     tokens = codes.shape[0]
     blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
     programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
-    chunk = max(1, -(-blocks * layout.units // programs))
-    parts = 1 if chunk % layout.units == 0 else -(-layout.units // chunk) + 1
+    run = _run_of(layout, plan)
+    units = layout.width // (run * 8 // layout.bits)
+    chunk = max(1, -(-blocks * units // programs))
+    parts = 1 if chunk % units == 0 else -(-units // chunk) + 1
     partials = x_scale.new_empty(parts * tokens * layout.rows if parts > 1 else 0)
     chained = chains(codes.device) and tokens <= CHAINED_ROWS
     grouped = layout.x_group > 0
@@ -107,14 +109,14 @@ def launch_of(
         codes, tensors["weight"], tensors["scale"], tensors["row_scale"],
         x_scale, x_scale if x_zero is None else x_zero, tensors["weight_sums"],
         out if bias is None else bias, out, partials, tensors["counters"],
-        tokens, layout.rows, layout.width, layout.units * layout.run, layout.units, chunk, layout.columns,
+        tokens, layout.rows, layout.width, units * run, units, chunk, layout.columns,
         *((rounding.divisor, rounding.low, rounding.high) if rounding else (1.0, 1.0, 1.0)), F32.smallest_positive,
     )  # fmt: skip
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
         "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group,
         "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m, "STAGES": plan.stages,
-        "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": chunk == layout.units,
+        "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": chunk == units,
         "X_SCALES": "none" if grouped or rounding else "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
         "TOKENS": triton.next_power_of_2(tokens) if rounding else 0,
@@ -124,7 +126,13 @@ def launch_of(
         constants["launch_pdl"] = True
     if plan.registers:
         constants["maxnreg"] = plan.registers
-    return multiply_codes, (-(-blocks * layout.units // chunk),), arguments, constants
+    return multiply_codes, (-(-blocks * units // chunk),), arguments, constants
+
+
+def _run_of(layout: ProductLayout, plan: Plan) -> int:
+    """Bytes of a row that are read at a time."""
+    deep = plan.depth and layout.kind == "codes" and not (layout.group or layout.x_group)
+    return plan.depth if deep and layout.width % plan.depth == 0 else layout.run
 
 
 def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tensor:
