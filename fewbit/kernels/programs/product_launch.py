@@ -113,7 +113,7 @@ def launch_of(
         *((rounding.divisor, rounding.low, rounding.high) if rounding else (1.0, 1.0, 1.0)), F32.smallest_positive,
     )  # fmt: skip
     constants = {
-        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": layout.run, "FIELDS": 8 // layout.bits,
+        "KIND": layout.kind, "OPERAND": layout.operand, "RUN": run, "FIELDS": 8 // layout.bits,
         "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group,
         "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m, "STAGES": plan.stages,
         "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": chunk == units,
