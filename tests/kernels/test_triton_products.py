@@ -135,6 +135,13 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
+@pytest.mark.parametrize("columns", [64, 384, 512])
+def test_fp4_folds_scales_of_one_two_or_four_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "plan_for", lambda *_: Plan(64, 16, 4, 3, 3))
+    run(layer(KEYS["MXFP4 AF8"], 80, columns), "MXFP4 AF8", "bf16", (3, 17))
+
+
+@needs_triton
 @pytest.mark.parametrize("plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16, depth=64)])
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK"])
 def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
