@@ -135,14 +135,16 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
-@pytest.mark.parametrize("columns", [64, 384, 512])
-def test_fp4_folds_scales_of_one_two_or_four_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [64, 192, 384])
+def test_fp4_folds_scales_of_one_or_two_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "plan_for", lambda *_: Plan(64, 16, 4, 3, 3))
     run(layer(KEYS["MXFP4 AF8"], 80, columns), "MXFP4 AF8", "bf16", (3, 17))
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16, depth=64)])
+@pytest.mark.parametrize(
+    "plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16, depth=64)]
+)
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK"])
 def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "plan_for", lambda *_: plan)
@@ -198,12 +200,3 @@ def test_activations_are_made_and_rounded_in_one_operation(name: str, kind: str)
         wanted = kernel.run(producer(x), prepared, None)
         assert y.shape == (*x.shape[:2], 32)
         torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
-
-
-@needs_triton
-@pytest.mark.parametrize("plan", [Plan(rounds=True), Plan(32, 16, programs=7, rounds=True)])
-@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "FP8_DYNAMIC", "FP8 channel static", "W4AF8 g128", "W4A8 g128"])
-def test_few_rows_are_rounded_by_the_product_itself(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each has one symmetric scale; other activations and more rows are rounded before."""
-    monkeypatch.setattr(products, "plan_for", lambda *_: plan)
-    run(layer(KEYS[name], 80, 320), name, "bf16", (1, 3, 5))

@@ -187,11 +187,9 @@ def _multiplied(
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
-    tokens, rounding = flat.shape[0], Rounding.of(activation)
+    tokens = flat.shape[0]
     plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
-    if producer is None and launch.rounds_itself(plan, rounding, tokens):
-        return launch.multiply_numbers(flat.contiguous(), tensors, bias, layout, plan, rounding)
-    codes, x_scale, x_zero = quantized(flat, rounding, static, layout.width, False, producer)
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
     if plan.decodes_first and layout.kind != "codes":
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()
@@ -215,8 +213,8 @@ def _defined(
     return (product if bias is None else product + bias).to(flat.dtype)
 
 
-def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _fake(x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], ProductLayout.parse(str(rest[9])).rows)
 
 
 _operation = define(

@@ -117,41 +117,6 @@ def nearest(numbers, KIND: tl.constexpr):
 
 
 @triton.jit
-def nearest_codes(quotient, low, high, KIND: tl.constexpr, FUSED: tl.constexpr):
-    """Quotients clamped and rounded; those of E4M3 only clamped where the cast rounds, to the same."""
-    rounded = tl.minimum(tl.maximum(quotient, low), high)
-    if FUSED and KIND == "e4m3":
-        return rounded
-    else:
-        return nearest(rounded, KIND)
-
-
-@triton.jit
-def as_codes(rounded, KIND: tl.constexpr):
-    """int8 or E4M3 of what `nearest_codes` gives."""
-    if KIND == "integer":
-        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-        return (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        return rounded.to(tl.float8e4nv)
-
-
-@triton.jit
-def scales_of_tokens(
-    x, columns, tokens, divisor, smallest, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """Scales of the first `TOKENS` rows of x, symmetric and dynamic, float32 [BLOCK_M]; one for other rows."""
-    scales = tl.full((BLOCK_M,), 1.0, tl.float32)
-    place = tl.arange(0, WIDE)
-    for token in tl.static_range(TOKENS):
-        row = x + tl.minimum(token, tokens - 1).to(tl.int64) * columns
-        numbers = tl.load(row + place, mask=place < columns, other=0.0).to(tl.float32)
-        scale = float_scale(tl.max(tl.abs(numbers), axis=0), divisor, smallest)
-        scales = tl.where(tl.arange(0, BLOCK_M) == token, scale, scales)
-    return scales
-
-
-@triton.jit
 def e2m1_pairs(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Bytes [ROWS, SIZE / 2] of E2M1 numbers [ROWS, SIZE]."""
     bits = numbers.to(tl.int32, bitcast=True)
@@ -226,8 +191,10 @@ def store_codes(
         half += tl.arange(0, SIZE // 2)[None, :]
         pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
         tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
-    elif not AS_NUMBERS:
-        tl.store(codes + row * width + place, as_codes(rounded, KIND), mask=place < width)
+    elif KIND == "integer" and not AS_NUMBERS:
+        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        tl.store(codes + row * width + place, stored, mask=place < width)
     else:
         tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
 
@@ -276,7 +243,9 @@ def round_rows(
     quotient = quotients(numbers, scale, FUSED)
     if ZEROS:
         quotient += shift[:, None]
-    rounded = nearest_codes(quotient, low, high, KIND, FUSED and not AS_NUMBERS)
+    rounded = tl.minimum(tl.maximum(quotient, low), high)
+    if AS_NUMBERS or not (FUSED and KIND == "e4m3"):  # else the cast rounds, to the same
+        rounded = nearest(rounded, KIND)
     if AS_NUMBERS:
         rounded -= shift[:, None]
         if SCALE_KIND != "f32":

@@ -10,12 +10,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.linear.product_layout import CODES, SCALES, ProductLayout
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, chains
 from fewbit.kernels.programs.products import DEPTH, decode_nibbles, multiply_codes, multiply_described
-from fewbit.spec.element import F32
 
 DECODED_AT_ONCE = (8, 8)  # rows, units
 
@@ -23,27 +21,6 @@ DECODED_AT_ONCE = (8, 8)  # rows, units
 CHAINED_ROWS = 256
 """Rows of x up to which a product lets the next kernel begin before it ends: longer ones lose more to its programs,
 which wait on the multiprocessors, than the start of a kernel takes."""
-ROUNDED_ROWS = 4
-"""Rows of x that a product may round itself: every one of its programs reads them all."""
-
-
-def rounds_itself(plan: Plan, rounding: Rounding, tokens: int) -> bool:
-    """Whether the program of a product rounds x too: a plan says so, and rows have symmetric dynamic scales."""
-    by_rows = rounding.dynamic and rounding.symmetric and not rounding.group
-    return plan.rounds and by_rows and tokens <= ROUNDED_ROWS and not plan.described and not plan.decodes_first
-
-
-def multiply_numbers(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: ProductLayout, plan: Plan,
-    rounding: Rounding,
-) -> Tensor:  # fmt: skip
-    """y [M, N] of x [M, K], few contiguous rows, which the program rounds."""
-    out = x.new_empty(x.shape[0], layout.rows)
-    program, grid, arguments, constants = launch_of(
-        x, x.new_empty(1, dtype=torch.float32), None, out, tensors, bias, layout, plan, rounding
-    )
-    program[grid](*arguments, **constants)
-    return out
 
 
 def multiply(
@@ -92,9 +69,9 @@ def described_launch_of(
 
 def launch_of(
     codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, out: Tensor, tensors: Mapping[str, Tensor],
-    bias: Tensor | None, layout: ProductLayout, plan: Plan, rounding: Rounding | None = None,
+    bias: Tensor | None, layout: ProductLayout, plan: Plan,
 ) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The program, grid, arguments and compile-time arguments of `multiply_codes`; under a rounding, `codes` are x."""
+    """The program, grid, arguments and compile-time arguments of `multiply_codes`."""
     tokens = codes.shape[0]
     blocks = -(-layout.rows // plan.block_n) * -(-tokens // plan.block_m)
     programs = plan.programs if plan.programs and blocks <= tensors["counters"].numel() else blocks
@@ -109,18 +86,15 @@ def launch_of(
         codes, tensors["weight"], tensors["scale"], tensors["row_scale"],
         x_scale, x_scale if x_zero is None else x_zero, tensors["weight_sums"],
         out if bias is None else bias, out, partials, tensors["counters"],
-        tokens, layout.rows, layout.width, units * run, units, chunk, layout.columns,
-        *((rounding.divisor, rounding.low, rounding.high) if rounding else (1.0, 1.0, 1.0)), F32.smallest_positive,
+        tokens, layout.rows, layout.width, units * run, units, chunk,
     )  # fmt: skip
     constants = {
         "KIND": layout.kind, "OPERAND": layout.operand, "RUN": run, "FIELDS": 8 // layout.bits,
         "GROUP": 0 if layout.folds else layout.group, "FOLDS": layout.folds, "X_GROUP": layout.x_group,
         "HAS_BIAS": bias is not None, "BLOCK_N": plan.block_n, "BLOCK_M": plan.block_m, "STAGES": plan.stages,
         "PACKED": HAS_ASSEMBLY, "CHAINED": chained, "AHEAD": plan.ahead, "WHOLE": chunk == units,
-        "X_SCALES": "none" if grouped or rounding else "tokens" if x_scale.dim() else "one",
+        "X_SCALES": "none" if grouped else "tokens" if x_scale.dim() else "one",
         "X_ZEROS": "none" if x_zero is None else "tokens" if x_zero.dim() else "one", "num_warps": plan.warps,
-        "TOKENS": triton.next_power_of_2(tokens) if rounding else 0,
-        "WIDE": triton.next_power_of_2(layout.columns) if rounding else 0,
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
@@ -142,16 +116,14 @@ def decode_weight(weight: Tensor, scale: Tensor, layout: ProductLayout) -> Tenso
         out = out.view(torch.float8_e4m3fn)
     rows, units = DECODED_AT_ONCE
     decode_nibbles[(triton.cdiv(layout.rows, rows), triton.cdiv(layout.units, units))](
-        weight, scale, out.view(torch.int8), layout.rows, weight.shape[1], layout.units,
+        weight, scale, out.view(torch.int8), layout.rows, layout.units * layout.run, layout.units,
         KIND=layout.kind, OPERAND=layout.operand, RUN=layout.run,
         FOLDS=layout.folds, ROWS=rows, UNITS=units, PACKED=HAS_ASSEMBLY, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def compile_for(
-    layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype, rounding: Rounding | None = None
-) -> None:
+def compile_for(layout: ProductLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
     """Compiles the program into Triton's cache, without weights or results."""
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
     scales = torch.zeros(16, device="cuda")
@@ -162,11 +134,6 @@ def compile_for(
         "row_scale": scales, "weight_sums": scales,
     }  # fmt: skip
     out = torch.empty(tokens, 1, dtype=dtype, device="cuda")
-    if rounding is not None and rounds_itself(plan, rounding, tokens):
-        numbers = torch.empty(tokens, layout.columns, dtype=dtype, device="cuda")
-        found = launch_of(numbers, scales, None, out, tensors, None, layout, plan, rounding)
-    else:
-        launch = described_launch_of if plan.described and layout.is_described else launch_of
-        found = launch(codes, scales, None, out, tensors, None, layout, plan)
-    program, _, arguments, constants = found
+    launch = described_launch_of if plan.described and layout.is_described else launch_of
+    program, _, arguments, constants = launch(codes, scales, None, out, tensors, None, layout, plan)
     program.warmup(*arguments, grid=(1,), **constants)

@@ -14,7 +14,6 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fewbit.kernels.programs.activations import as_codes, nearest_codes, quotients, scales_of_tokens
 from fewbit.kernels.programs.decode import beside
 from fewbit.kernels.programs.fetch import fetch_ahead
 from fewbit.kernels.programs.nibbles import both_runs, e2m1_runs
@@ -37,22 +36,21 @@ def block_of(tile, tiles_n, tiles_m):
 @triton.jit(do_not_specialize=["M", "units", "chunk"])
 def multiply_codes(
     x, weight, scale, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters,
-    M, N, width, stride, units, chunk, columns, divisor, low, high, smallest,
+    M, N, width, stride, units, chunk,
     KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
-    X_ZEROS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, FOLDS: tl.constexpr,
+    X_ZEROS: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
     Args:
         x: codes [M, width]; with scales [groups, M] where `X_GROUP` is not 0, else as `X_SCALES` says.
-        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, `scale` holds offsets.
+        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, tiles with offsets.
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
-        TOKENS: where it is not 0, x holds numbers [M, columns] of so many rows at most, which are rounded here under
-            scales of tokens; `columns` to `smallest` say how, and `WIDE` is the next power of two of `columns`.
+        FOLDS: whether FP4 holds its scales, see `sum_of_folded`.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -65,18 +63,19 @@ def multiply_codes(
             block_n, block_m = block_of(begin // units, tiles_n, tiles_m)
             row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
             lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
-            fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
+            if FOLDS:
+                at = (row // TILE).to(tl.int64) * (TILE * stride) + row % TILE * 128
+                fetch_ahead(weight + at[:, None] + lines[None, :] * TILE)
+            else:
+                fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
         gdc_wait()
-    token_scales = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if TOKENS > 0:
-        token_scales = scales_of_tokens(x, columns, M, divisor, smallest, TOKENS, BLOCK_M, WIDE)
     if WHOLE:
         block_n, block_m = block_of(program, tiles_n, tiles_m)
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
-            x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, 0, units, KIND,
-            OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS, FOLDS,
+            x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP,
+            BLOCK_N, BLOCK_M, STAGES, PACKED, FOLDS,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
     else:
@@ -85,10 +84,9 @@ def multiply_codes(
             n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
             m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
             total = sum_of_codes(
-                x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high,
+                x, weight, scale, x_scale, n, m, M, N, width, stride,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
-                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, TOKENS,
-                FOLDS,
+                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, FOLDS,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -161,10 +159,9 @@ def multiply_described(
 
 @triton.jit
 def sum_of_codes(
-    x, weight, scale, x_scale, token_scales, n, m, M, N, width, stride, columns, low, high, begin, end,
-    KIND: tl.constexpr, OPERAND: tl.constexpr,
+    x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
     RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr, FOLDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
     if FOLDS:
@@ -192,10 +189,7 @@ def sum_of_codes(
             if OPERAND == "e4m3" and KIND != "codes":
                 operand = operand.to(tl.float8e4nv, bitcast=True)
             first = (unit * FIELDS + index) * RUN
-            if TOKENS > 0:
-                inputs = rounded_inputs(x, token, first, columns, token_scales, low, high, OPERAND, RUN, PACKED)
-            else:
-                inputs = tl.load(x_at + first)
+            inputs = tl.load(x_at + first)
             if WHOLE_SUMS:
                 total = tl.dot(operand, inputs, total, out_dtype=SUM)
             else:
@@ -205,60 +199,25 @@ def sum_of_codes(
                 if X_GROUP > 0:
                     product *= tl.load(x_scale + (first // X_GROUP) * M + token)[None, :]
                 total += product
-    if TOKENS > 0:
-        return total.to(tl.float32) * token_scales[None, :]
-    else:
-        return total.to(tl.float32)
+    return total.to(tl.float32)
+
+
+TILE = tl.constexpr(64)  # rows of a tile where FP4 holds its scales
+PART = tl.constexpr(32)  # bytes of a row in it, which a pair of scales covers
 
 
 @triton.jit
-def rounded_inputs(
-    x, token, first, columns, scales, low, high, OPERAND: tl.constexpr, RUN: tl.constexpr, FUSED: tl.constexpr
-):
-    """`RUN` numbers from `first` on of the tokens' rows as codes [RUN, BLOCK_M], zeros from `columns` on."""
-    KIND: tl.constexpr = "integer" if OPERAND == "int8" else "e4m3"
-    place = first + tl.arange(0, RUN)[None, :]
-    numbers = tl.load(x + token.to(tl.int64)[:, None] * columns + place, mask=place < columns, other=0.0)
-    quotient = quotients(numbers.to(tl.float32), scales, FUSED)
-    return tl.trans(as_codes(nearest_codes(quotient, low, high, KIND, FUSED), KIND))
+def folded_part(tile_at, word, INDEX: tl.constexpr, OTHER: tl.constexpr, PACKED: tl.constexpr):
+    """Operands of 32 features of both runs of a unit times their scales, int8 [BLOCK_N, 32] each.
 
-
-@triton.jit
-def folded_part(
-    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Operands of 32 features of both runs of a unit, with the scales of their groups, int8 [BLOCK_N, 32] each."""
-    words = tl.load(bytes_at + PART * 32)
-    first = tl.broadcast_to(first_word[:, None], (BLOCK_N, 32))
-    second = tl.broadcast_to(second_word[:, None], (BLOCK_N, 32))
-    return e2m1_runs(words, first, second, PART, (PARTS + PART) % 4, PACKED)
-
-
-@triton.jit
-def two_folded_parts(
-    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """The same of 64 features."""
-    lower, upper = folded_part(bytes_at, first_word, second_word, PART, PARTS, BLOCK_N, PACKED)
-    next_lower, next_upper = folded_part(bytes_at, first_word, second_word, PART + 1, PARTS, BLOCK_N, PACKED)
-    return beside(lower, next_lower), beside(upper, next_upper)
-
-
-@triton.jit
-def folded_runs(
-    bytes_at, first_word, second_word, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Operands of both runs of a unit, int8 [BLOCK_N, 32 * PARTS] each."""
-    if PARTS == 1:
-        return folded_part(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
-    elif PARTS == 2:
-        return two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
-    else:
-        lower, upper = two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
-        next_lower, next_upper = two_folded_parts(bytes_at, first_word, second_word, 2, PARTS, BLOCK_N, PACKED)
-        return beside(lower, next_lower), beside(upper, next_upper)
+    Args:
+        tile_at: where the unit's first part lies [BLOCK_N, 32].
+        word: int32 words of offsets [BLOCK_N].
+        INDEX, OTHER: the bytes of these that belong to the first and to the second run.
+    """
+    words = tl.load(tile_at + INDEX * (TILE * PART))
+    offsets = tl.broadcast_to(word[:, None], tile_at.shape)
+    return e2m1_runs(words, offsets, INDEX, OTHER, PACKED)
 
 
 @triton.jit
@@ -268,18 +227,22 @@ def sum_of_folded(
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end` where operands hold the scales of their groups of 32.
 
-    The tensor cores sum all of it, as torch's fast product of E4M3 does.
+    The tensor cores sum all of it, as torch's fast product of E4M3 does. A run is one part of a tile or two, see
+    `linear.product_layout`.
     """
-    PARTS: tl.constexpr = RUN // 32
-    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
     row = tl.minimum(n, N - 1)
-    bytes_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, 32)[None, :]
+    tile_at = weight + (row // TILE).to(tl.int64)[:, None] * (TILE * stride) + (row % TILE)[:, None] * PART
+    tile_at += tl.arange(0, PART)[None, :]
     x_at = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
-        first_word = tl.load(offsets + unit * WORDS * N + row)
-        second_word = tl.load(offsets + (unit * WORDS + WORDS - 1) * N + row)
-        lower, upper = folded_runs(bytes_at + unit * RUN, first_word, second_word, PARTS, BLOCK_N, PACKED)
+        word = tl.load(offsets + unit * N + row)
+        unit_at = tile_at + unit * (TILE * RUN)
+        lower, upper = folded_part(unit_at, word, 0, RUN // PART, PACKED)
+        if RUN > PART:
+            next_lower, next_upper = folded_part(unit_at, word, 1, 3, PACKED)
+            lower = beside(lower, next_lower)
+            upper = beside(upper, next_upper)
         total = tl.dot(lower.to(tl.float8e4nv, bitcast=True), tl.load(x_at + unit * 2 * RUN), total)
         total = tl.dot(upper.to(tl.float8e4nv, bitcast=True), tl.load(x_at + (unit * 2 + 1) * RUN), total)
     return total
@@ -290,30 +253,28 @@ def decode_nibbles(
     weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
+    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes, `stride` bytes a row, to 8-bit operands [N, 2 * stride].
 
     Args:
         FOLDS: operands hold the scales of groups as well, `scale` their offsets, see `ProductLayout.folds`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    PARTS: tl.constexpr = RUN // 32 if FOLDS else 1
-    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
+    PARTS: tl.constexpr = RUN // PART if FOLDS else 1
     WIDE: tl.constexpr = RUN // PARTS
     of_units = (row < N)[:, None] & (unit < units)[None, :]
     inside = of_units[:, :, None] & (tl.arange(0, WIDE) < WIDE)[None, None, :]
     for part in tl.static_range(PARTS):
         place = tl.arange(0, WIDE)[None, None, :] + part * WIDE
-        at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
+        if FOLDS:
+            tile = (row // TILE)[:, None, None] * (TILE * stride) + (row % TILE)[:, None, None] * PART
+            at = tile + (unit[None, :, None] * PARTS + part) * (TILE * PART) + tl.arange(0, WIDE)[None, None, :]
+        else:
+            at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
         words = tl.load(weight + at, mask=inside, other=0)
         if FOLDS:
-            scale_at = scale + unit[None, :] * WORDS * N + row[:, None]
-            first = tl.load(scale_at, mask=of_units, other=0)[:, :, None]
-            second = tl.load(scale_at + (WORDS - 1) * N, mask=of_units, other=0)[:, :, None]
-            lower, upper = e2m1_runs(
-                words, tl.broadcast_to(first, words.shape), tl.broadcast_to(second, words.shape), part,
-                (PARTS + part) % 4, PACKED,
-            )  # fmt: skip
+            word = tl.load(scale + unit[None, :] * N + row[:, None], mask=of_units, other=0)[:, :, None]
+            lower, upper = e2m1_runs(words, tl.broadcast_to(word, words.shape), part, PARTS + part, PACKED)
         else:
             lower, upper = both_runs(words, KIND, OPERAND, PACKED)
         to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + place
