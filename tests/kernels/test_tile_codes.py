@@ -34,7 +34,7 @@ def test_codes_stand_for_the_numbers_of_the_tiles(name: str) -> None:
     request = LinearRequest.of(record, key)
     prepared = placed(KERNEL.prepare(record, request), DEVICE)
     layout = TileLayout.parse(str(prepared.constants["layout"]))
-    assert layout.operand == "e4m3"
+    assert layout.decodes_to == "e4m3"
     static = prepared.tensors["input_scale"].nbytes if "input_scale" in prepared.tensors else 0
     assert KERNEL.prepared_bytes(request) == prepared.nbytes - static
     weight, scale = decode_to_codes(prepared.tensors, layout)

@@ -89,10 +89,10 @@ def prepare_tiles(record: QuantizedTensor, request: LinearRequest) -> Prepared:
     assert layout is not None and activation is not None, "the request was refused"
     tensors = tile_tensors(unpack_record(record), layout)
     layout = with_codes(layout, request)
-    if layout.operand:
+    if layout.decodes_to:
         scales = code_scales(tensors, layout)
         if scales is None:
-            layout = replace(layout, operand="")
+            layout = replace(layout, decodes_to="")
         else:
             tensors["code_scales"] = scales
     tensors["counters"] = torch.zeros(COUNTERS, dtype=torch.int32, device=tensors["tiles"].device)
@@ -141,7 +141,7 @@ def _linear(
 
 def decodes_to_codes(layout: TileLayout, flat: Tensor) -> bool:
     """Whether so many rows are multiplied as codes on this device."""
-    if not layout.operand or not vendor_runs(codes_layout(layout), flat.device):
+    if not layout.decodes_to or not vendor_runs(codes_layout(layout), flat.device):
         return False
     return plan_for(layout, flat.shape[0], device_name(flat.device)).decodes_first
 

@@ -36,7 +36,7 @@ def with_codes(layout: TileLayout, request: LinearRequest) -> TileLayout:
     if activation is None or activation.element != E4M3 or not covers_rows(activation):
         return layout
     held = _holds(layout, request.key.weight.element) and vendor_multiplies(codes_layout(layout))
-    return replace(layout, operand="e4m3") if held else layout
+    return replace(layout, decodes_to="e4m3") if held else layout
 
 
 def _holds(layout: TileLayout, element: Element) -> bool:

@@ -60,7 +60,7 @@ class TileLayout:
         scale_kind: `bf16`, `f16`, `f32`, `e8m0`, or `e5m3` where decoding multiplies the scales in.
         offset: what is added to an integer before it is stored.
         has_zero: whether zero points are stored.
-        operand: what a weight that is decoded first becomes: `e4m3` codes for FP8 tensor cores (`tile_codes`), or,
+        decodes_to: what a weight that is decoded first becomes: `e4m3` codes for FP8 tensor cores (`tile_codes`), or,
             where it is empty, numbers of x's dtype.
     """
 
@@ -73,7 +73,7 @@ class TileLayout:
     scale_kind: str
     offset: int
     has_zero: bool
-    operand: str = ""
+    decodes_to: str = ""
 
     @classmethod
     @cache
@@ -134,7 +134,7 @@ class TileLayout:
     def nbytes(self) -> int:
         """Bytes of all prepared tensors, counters aside."""
         words = self._word_rows(self.scale_bits) + (self._word_rows(8) if self.has_zero else 0)
-        return self.padded_rows * (self.units * self.run * 2 + words * 4 + (12 if self.operand else 4))
+        return self.padded_rows * (self.units * self.run * 2 + words * 4 + (12 if self.decodes_to else 4))
 
     def _word_rows(self, bits: int) -> int:
         if not self.group:

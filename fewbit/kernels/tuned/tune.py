@@ -76,7 +76,7 @@ def planned(request: LinearRequest, hardware: Hardware) -> list[tuple[LinearKern
     tiles = layout_of(request)
     if tiles is not None and kernels["triton_tiles_quantized"].refuse(request, hardware) is None:
         of_codes = with_codes(tiles, request)
-        if of_codes.operand:
+        if of_codes.decodes_to:
             return [*found, (kernels["triton_tiles_quantized"], of_codes)]
     if tiles is not None and not found and kernels["triton_tiles"].refuse(request, hardware) is None:
         found.append((kernels["triton_tiles"], tiles))
