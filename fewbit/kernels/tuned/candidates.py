@@ -117,7 +117,7 @@ def _described(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iter
 
 def _deep(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
     for block_n, block_m, warps, stages, depth in DEEP:
-        if layout.width % depth == 0 and (block_m >= tokens or block_m == max(8, DEEP_UP_TO)):
+        if layout.width % depth == 0 and block_m >= tokens:
             units = layout.width // depth * -(-layout.rows // block_n) * -(-tokens // block_m)
             for programs in (0, multiprocessors, 2 * multiprocessors):
                 if programs <= units:
