@@ -244,7 +244,8 @@ def round_rows(
     if ZEROS:
         quotient += shift[:, None]
     rounded = tl.minimum(tl.maximum(quotient, low), high)
-    if AS_NUMBERS or not (FUSED and KIND == "e4m3"):  # else the cast rounds, to the same
+    # Else storing rounds, to the same: a cast, or the sum that integers are read from.
+    if AS_NUMBERS or ZEROS or not (FUSED and (KIND == "e4m3" or KIND == "integer")):
         rounded = nearest(rounded, KIND)
     if AS_NUMBERS:
         rounded -= shift[:, None]
