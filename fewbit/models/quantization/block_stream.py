@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
-from fewbit.models.families import blocks_of, family_of_model
+from fewbit.models.families import blocks_of, family_of_model, structure_of
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.quantization.hooks import hooked
 from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Reference, RepeatedPasses
@@ -34,19 +34,34 @@ StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 
 BATCH = 4
 TOKENS_AT_ONCE = 1 << 13
-"""Tokens that pass together on a GPU, which takes as long to be told what to do as to do it."""
+NUMBERS_AT_ONCE = 1 << 27
+"""Tokens that pass together on a GPU, and more of them where what a layer reads of these are fewer numbers than this:
+a GPU takes as long to be told what to do as to do it."""
 
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
-def windows_at_once(length: int, on_cpu: bool, tunes: bool = False) -> int:
+def windows_at_once(length: int, widest: int, on_cpu: bool, tunes: bool = False) -> int:
     """How many windows of `length` tokens pass together.
 
     Where blocks are tuned on them (`tunes`) they are few: a step that reads two batches from different places of the
     text does better than one that reads a single one of twice the size.
+
+    Args:
+        length: tokens of a window.
+        widest: most features that a layer of a block reads.
+        on_cpu: whether blocks run on a CPU.
+        tunes: see above.
     """
-    return BATCH if on_cpu or tunes else max(BATCH, TOKENS_AT_ONCE // length)
+    return BATCH if on_cpu or tunes else max(BATCH, max(TOKENS_AT_ONCE, NUMBERS_AT_ONCE // widest) // length)
+
+
+def widest_input(model: PreTrainedModel) -> int:
+    """Most features that a linear layer of the model's blocks reads."""
+    blocks = blocks_of(model).values()
+    read = (one.in_features for block in blocks for one in block.modules() if isinstance(one, nn.Linear))
+    return max(read, default=NUMBERS_AT_ONCE)
 
 
 class BlockStream:
@@ -85,6 +100,7 @@ class BlockStream:
         self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
+        self._met: dict[Hashable, tuple[list[list[str]], int]] = {}
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
         with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
             for window in windows.split(batch):
@@ -246,12 +262,26 @@ class BlockStream:
         return hooked(self.model, {location: functools.partial(call, name) for name, location in layers.items()})
 
     def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
-        """What one batch shows of the block.
+        """What one batch shows of the block, or has shown of one of the same structure, if it came to every layer.
 
         Returns:
             Layers by the input they read, in the order in which the batch comes to them, then those it never meets; and
             the largest number of bytes that the pass held when it came to a layer.
         """
+        inside = {location.removeprefix(f"{path}."): name for name, location in layers.items()}
+        kind = (structure_of(block), tuple(inside))
+        if kind not in self._met:
+            groups, held = self._seen_inputs(block, path, inside)
+            if sum(map(len, groups)) < len(inside):
+                met = {place for places in groups for place in places}
+                groups += [[place] for place in inside if place not in met]
+                return [[inside[place] for place in places] for places in groups], held
+            self._met[kind] = groups, held
+        groups, held = self._met[kind]
+        return [[inside[place] for place in places] for places in groups], held
+
+    def _seen_inputs(self, block: nn.Module, path: str, inside: Iterable[str]) -> tuple[list[list[str]], int]:
+        """What one batch comes to, as paths below the block, and the bytes; see `_shared_inputs`."""
         alive, held = LiveBytes(), 0
         met: list[tuple[weakref.ref[Tensor], list[str]]] = []
 
@@ -265,12 +295,10 @@ class BlockStream:
             met.append((weakref.ref(x), [name]))
 
         watch, self.watch = self.watch, None  # the weights are not what caches will see
-        with self._before_each(layers, meet), alive:
+        with hooked(block, {place: functools.partial(meet, place) for place in inside}), alive:
             self._forward(block, path, 0)
         self.watch = watch
-        found = [names for _, names in met]
-        known = {name for names in found for name in names}
-        return found + [[name] for name in layers if name not in known], held
+        return [names for _, names in met], held
 
 
 def _state_of(output: Any) -> Tensor:

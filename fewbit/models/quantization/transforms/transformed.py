@@ -13,6 +13,7 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import ModelError
+from fewbit.models.families import structure_of
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.transforms.evidence import Evidence
 from fewbit.models.quantization.transforms.interface import Consumer, Observation, Scaling, ScalingTask, Transform
@@ -123,9 +124,7 @@ class Transformations:
     def _mappings_of(self, block: str, parameters: Mapping[str, Tensor]) -> tuple[ScaleMapping, ...]:
         """The block's mappings; blocks of one structure have the same."""
         assert self._probe is not None
-        module = self._probe.model.get_submodule(block)
-        kind = tuple((name, type(part)) for name, part in module.named_modules())
-        kind = (kind, tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters()))
+        kind = structure_of(self._probe.model.get_submodule(block))
         if kind not in self._mappings:
             self._mappings[kind] = scale_mappings(self._probe, block, parameters)
         return self._mappings[kind]
