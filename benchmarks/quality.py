@@ -65,7 +65,8 @@ def all_rows() -> list[Row]:
     for name, scheme in PRESETS.items():
         takes_group = scheme.rules[0].key.weight.granularity.kind == "group" and "A16" in name and "FP" not in name
         rows.append(Row(name, {"group_size": 64} if takes_group else {}))
-    extras = [Row("W4A16_ASYM", {"group_size": 32}), Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")})]
+    extras = [Row(name, {"group_size": 32}) for name in ("W4A16_ASYM", "W2A16_ASYM")]
+    extras.append(Row("MXFP4A16", {"scale_rules": ScaleRules(mx="floor")}))
     both = (*map(str, BUDGET_KEYS), *ASYMMETRIC)
     for bits in BUDGETS:
         extras += [Row("W4A16", {"bits_per_weight": bits}), Row("W4A16", {"bits_per_weight": bits, "candidates": both})]

@@ -82,6 +82,14 @@ struct Avx2 {
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm256_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm256_add_epi16(a, b); }
   static Words subtract_halves(Words a, Words b) { return _mm256_sub_epi16(a, b); }
+  static Words subtract_bytes(Words a, Words b) { return _mm256_sub_epi8(a, b); }
+  // The low half of each word of `a`, the high one of `b`.
+  static Words join_halves(Words a, Words b) { return _mm256_blend_epi16(a, b, 0xaa); }
+  // Each word as 8 bits.
+  static void store_bytes(int8_t* to, Words value) {
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
+  }
   // Each word as 16 bits.
   static void store_narrow(int16_t* to, Words value) {
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(value, value), 0x08);

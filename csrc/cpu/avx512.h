@@ -70,6 +70,14 @@ struct Avx512 {
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm512_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm512_add_epi16(a, b); }
   static Words subtract_halves(Words a, Words b) { return _mm512_sub_epi16(a, b); }
+  static Words subtract_bytes(Words a, Words b) { return _mm512_sub_epi8(a, b); }
+  static Words join_halves(Words a, Words b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, a, b); }
+  static Words look_up_halves(const uint16_t* table, Words halves) {
+    return _mm512_permutexvar_epi16(halves, _mm512_loadu_si512(table));
+  }
+  static void store_bytes(int8_t* to, Words value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value));
+  }
   static void store_narrow(int16_t* to, Words value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(value));
   }

@@ -54,11 +54,8 @@ FEWBIT_INLINE void round_row(const float* row, int64_t count, float scale, const
 
 template <class Vector>
 void round_to_bytes(const float* row, int64_t count, float scale, const Rounding& rounding, int8_t* codes) {
-  round_row<Vector>(row, count, scale, rounding, [&](int64_t i, auto code) FEWBIT_LAMBDA {
-    int32_t words[Vector::kLanes];
-    std::memcpy(words, &code, sizeof words);
-    for (int lane = 0; lane < Vector::kLanes; ++lane) codes[i + lane] = static_cast<int8_t>(words[lane]);
-  });
+  round_row<Vector>(row, count, scale, rounding,
+                    [&](int64_t i, auto code) FEWBIT_LAMBDA { Vector::store_bytes(codes + i, code); });
 }
 
 template <class Vector>

@@ -1,5 +1,9 @@
 // The C interface, which Python loads. Pointers arrive as integers; sizes and dtypes are checked on the Python side,
 // where a wrong one can be reported in words.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <new>
 
 #include "decoder.h"
@@ -9,7 +13,8 @@
 
 namespace fewbit {
 
-extern const Kernels kAvx2Kernels, kAvx2VnniKernels, kAvx512Kernels, kAvx512VnniKernels, kAvx512Bf16Kernels;
+extern const Kernels kAvx2Kernels, kAvx2VnniKernels, kAvx512Kernels, kAvx512VnniKernels, kAvx512Bf16Kernels,
+    kAmxKernels, kAmxEmulatedKernels;
 
 namespace {
 
@@ -30,18 +35,32 @@ bool has_avx512() {
 }
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+// Whether the CPU has AMX with bytes and bf16, and the system lets this process use it: its registers are so large that
+// Linux saves them only for processes that asked.
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+  constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and the state's number
+  return (edx & kAll) == kAll && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+}
 #endif
 
 // Best first. Pairs of bf16 come after what they were to replace: on a Xeon with AMX, W4A16 for 128 tokens took 1.9 times
 // as long by them as by tiles of float32. They run where they are asked for by name.
 const InstructionSet kInstructionSets[] = {
 #ifndef FEWBIT_ONLY_AVX2
+    {"amx", &kAmxKernels, has_amx},
     {"avx512-vnni", &kAvx512VnniKernels, has_avx512_vnni},
     {"avx512-bf16", &kAvx512Bf16Kernels, has_avx512_bf16},
     {"avx512", &kAvx512Kernels, has_avx512},
     {"avx2-vnni", &kAvx2VnniKernels, has_avx2_vnni},
 #endif
     {"avx2", &kAvx2Kernels, has_avx2},
+#ifdef FEWBIT_EMULATE_AMX
+    {"amx-emulated", &kAmxEmulatedKernels, has_avx2},
+#endif
 };
 
 enum Status { kDone = 0, kOutOfMemory = 1, kUnknownInstructionSet = 2 };
@@ -64,7 +83,7 @@ int32_t guarded(int32_t instruction_set, Run&& run) {
 #define FEWBIT_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature, the layout of a prepared weight or the meaning of a number changes.
-FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 3; }
+FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 4; }
 
 // Name of the instruction set of that number, null past the last.
 FEWBIT_EXPORT const char* fewbit_cpu_name(int32_t number) {
@@ -111,9 +130,12 @@ FEWBIT_EXPORT int32_t fewbit_cpu_decode(const fewbit::Decoder* decoder, const fe
                          [&](const fewbit::Kernels& kernels) { kernels.decode(*decoder, *step, kernels); });
 }
 
-// Tokens through the experts that were chosen for them.
-FEWBIT_EXPORT int32_t fewbit_cpu_experts(const fewbit::Experts* experts, const fewbit::Routing* routing,
-                                         int32_t instruction_set) {
+// Tokens [tokens, hidden] through the experts [tokens, per_token] that were chosen for them, under these weights.
+FEWBIT_EXPORT int32_t fewbit_cpu_experts(const fewbit::Experts* experts, const void* x, const int64_t* chosen,
+                                         const void* weights, int32_t weights_dtype, int64_t per_token, void* y,
+                                         int64_t tokens, int32_t threads, int32_t instruction_set) {
+  const fewbit::Routing routing{x, y, chosen, weights, static_cast<fewbit::Dtype>(weights_dtype), tokens, per_token,
+                                threads};
   return fewbit::guarded(instruction_set,
-                         [&](const fewbit::Kernels& kernels) { kernels.experts(*experts, *routing, kernels); });
+                         [&](const fewbit::Kernels& kernels) { kernels.experts(*experts, routing, kernels); });
 }
