@@ -12,8 +12,8 @@ from torch import Tensor
 from fewbit.algorithms.curvature import curvature
 from fewbit.algorithms.descent import compensate
 from fewbit.algorithms.gptq import Gptq, drift_of
-from fewbit.algorithms.panels import PANEL
 from fewbit.algorithms.grid import Grid, Scales
+from fewbit.algorithms.panels import PANEL
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import SchemeError
 from fewbit.numerics import dequantize, round_to

@@ -17,7 +17,8 @@ from fewbit.errors import ModelError
 from fewbit.models.families import blocks_of, family_of_model, structure_of
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.quantization.hooks import hooked
-from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Reference, RepeatedPasses
+from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Passes, Reference, RepeatedPasses
+from fewbit.models.quantization.products import calibration_products
 from fewbit.models.quantization.ranks import ALONE, Ranks
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
@@ -99,7 +100,7 @@ class BlockStream:
         self.compares, self.histograms = compares, histograms
         self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
-        self.states: list[Tensor] = []
+        self.device, self.states = windows.device, list[Tensor]()
         self._met: dict[Hashable, tuple[list[list[str]], int]] = {}
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
         with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
@@ -137,7 +138,7 @@ class BlockStream:
                 met.append((x, name, name not in found))
                 found.setdefault(name, self._begin(x, grams)).add(x, sample)
 
-        with self.filled(path), torch.no_grad():
+        with self.filled(path), torch.no_grad(), calibration_products(self.device):
             block = self.model.get_submodule(path)
             with self._before_each(layers, meet):
                 for index in range(len(self.states)):
@@ -156,7 +157,7 @@ class BlockStream:
             path: the block's, in the model.
             weights: path in the model and weight [N, K] of each layer that later ones see changed.
         """
-        with self.filled(path), torch.no_grad():
+        with self.filled(path), torch.no_grad(), calibration_products(self.device):
             block = self.model.get_submodule(path)
             for index in range(len(self.reference)):
                 self.reference[index] = self._forward_reference(block, path, index)
@@ -173,7 +174,8 @@ class BlockStream:
             layers: name of a module, whatever the caller calls it -> its path in the model.
             see: gets the name and the input of each of them before it runs.
         """
-        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+        products = calibration_products(self.device)
+        with self.filled(path), torch.no_grad(), products, self._before_each(layers, see):
             block = self.model.get_submodule(path)
             for index in range(len(self.states)):
                 self._forward(block, path, index)
@@ -200,15 +202,17 @@ class BlockStream:
             beside = 2 if self.compares else 1
             kind = RepeatedPasses if beside * held * len(self.states) > self.most_held else HeldPasses
             reference = self._unquantized(block, path, kind is RepeatedPasses) if self.compares else None
-            if reference is None:
-                for index in range(len(self.reference)):
+            with calibration_products(self.device):
+                for index in range(len(self.reference)) if reference is None else ():
                     self.reference[index] = self._forward_reference(block, path, index)
             count = len(self.states)
             passes = kind(lambda index: self._forward(block, path, index), count, groups, reference, self._begin)
             with self._before_each(layers, passes.stop):
-                while (group := self.ranks.earliest(passes.waiting())) is not None:
+                while (group := self.ranks.earliest(self._waiting(passes))) is not None:
                     features = self.model.get_submodule(layers[groups[group][0]]).in_features
-                    statistics = self.ranks.total(passes.statistics(group), features)
+                    with calibration_products(self.device):
+                        statistics = passes.statistics(group)
+                    statistics = self.ranks.total(statistics, features)
                     for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
                     passes.final.update(groups[group])
@@ -218,8 +222,13 @@ class BlockStream:
                 return
             for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
                 self.model.get_submodule(layers[name]).weight.copy_(weight)
-            for index in range(len(self.states)):
-                self.states[index] = self._forward(block, path, index)
+            with calibration_products(self.device):
+                for index in range(len(self.states)):
+                    self.states[index] = self._forward(block, path, index)
+
+    def _waiting(self, passes: Passes) -> int | None:
+        with calibration_products(self.device):
+            return passes.waiting()
 
     def _unquantized(self, block: nn.Module, path: str, repeated: bool) -> Reference:
         """The unquantized model's passes; with a copy of its weights where they begin anew when these are replaced."""
@@ -295,7 +304,8 @@ class BlockStream:
             met.append((weakref.ref(x), [name]))
 
         watch, self.watch = self.watch, None  # the weights are not what caches will see
-        with hooked(block, {place: functools.partial(meet, place) for place in inside}), alive:
+        hooks = hooked(block, {place: functools.partial(meet, place) for place in inside})
+        with hooks, calibration_products(self.device), alive:
             self._forward(block, path, 0)
         self.watch = watch
         return [names for _, names in met], held
