@@ -1,4 +1,4 @@
-"""Products of calibration on CPUs with matrix units for bfloat16: where they are made so, and where they are not."""
+"""Products of calibration: which settings of torch are changed for them, where, and that they are put back."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def test_cpus_with_matrix_units_alone_round(monkeypatch: pytest.MonkeyPatch, nam
         assert SETTING.fp32_precision == ("bf16" if rounds else before)
         raise KeyError
     assert SETTING.fp32_precision == before
+
+
+def test_gpus_do_without_attention_that_is_planned() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with pytest.raises(KeyError), products.calibration_products(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise KeyError
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_passes_and_statistics_are_made_so_and_solving_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

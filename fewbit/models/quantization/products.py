@@ -1,7 +1,10 @@
-"""Products of calibration on CPUs with matrix units for bfloat16 (AMX), which are many times as fast as float32 there.
+"""How the products of calibration are made: forward passes and Gram matrices.
 
-States and weights stay float32. What a product reads is rounded to bfloat16, and sums are float32: what a bf16 model
-computes on a GPU, but for its rounding of every result. Solving, whose factorizations need the digits, is left alone.
+On CPUs with matrix units for bfloat16 (AMX), which are many times as fast as float32 there: states and weights stay
+float32, what a product reads is rounded to bfloat16, and sums are float32, as a bf16 model's on a GPU but for its
+rounding of every result. Solving, whose factorizations need the digits, is left alone.
+
+On GPUs without cuDNN's attention: it plans every shape anew, which takes longer than the attention of a small model.
 """
 
 from __future__ import annotations
@@ -15,20 +18,26 @@ from fewbit.kernels.probe import this_machine
 
 
 def rounds_products(device: torch.device) -> bool:
-    """Whether products of calibration on `device` are such."""
+    """Whether float32 products of calibration on `device` round what they read."""
     return device.type == "cpu" and {"amx", "bf16"} <= this_machine("cpu").features
 
 
 @contextmanager
 def calibration_products(device: torch.device) -> Iterator[None]:
-    """Meanwhile float32 products are made as the head of this file says, where the device is such a CPU."""
-    if not rounds_products(device):
+    """Meanwhile products are made as the head of this file says; torch's own settings are put back."""
+    if device.type == "cuda":
+        planned = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(planned)
+    elif rounds_products(device):
+        setting = torch.backends.mkldnn.matmul
+        before, setting.fp32_precision = setting.fp32_precision, "bf16"
+        try:
+            yield
+        finally:
+            setting.fp32_precision = before
+    else:
         yield
-        return
-    setting = torch.backends.mkldnn.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before

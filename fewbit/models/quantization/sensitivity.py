@@ -106,19 +106,29 @@ def measure_sensitivity(
         seen = {name: one for name, one in seen.items() if name in mine}
         weights = {name: transforms.weights.load(f"{name}.weight").to(place) for name in mine}
         wanted = {name: candidates[name] for name in mine}
-        for name, keys in wanted.items():  # nothing is lost where no token comes by
-            found.layers[name] = dict.fromkeys(keys, 0.0)
-        own = [
-            (name, key, _divergence(error, seen[name], windows.numel()))
-            for name, key, error in _errors(recipe, weights, wanted, seen, ranks)
-        ]
-        for name, key, divergence in (one for parts in ranks.everyones(own) for one in parts):
-            found.layers[name][key] = divergence
+        found.layers.update(_divergences(recipe, weights, wanted, seen, windows.numel(), ranks))
         if on_block is not None:
             on_block()
     for key in cache_keys:
         total = sum(one[key] for one in ranks.everyones(evidence.divergence))
         found.cache[key] = total / windows.numel()
+    return found
+
+
+def _divergences(
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    wanted: Mapping[str, Sequence[LinearKey]],
+    seen: Mapping[str, LayerEvidence],
+    tokens: int,
+    ranks: Ranks,
+) -> dict[str, dict[LinearKey, float]]:
+    """Layer -> key -> what it costs; nothing where no token came by."""
+    found = {name: dict.fromkeys(keys, 0.0) for name, keys in wanted.items()}
+    errors = _errors(recipe, weights, wanted, seen, ranks)
+    own = [(name, key, _divergence(error, seen[name], tokens)) for name, key, error in errors]
+    for name, key, divergence in (one for parts in ranks.everyones(own) for one in parts):
+        found[name][key] = divergence
     return found
 
 
