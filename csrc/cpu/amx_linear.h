@@ -10,8 +10,9 @@
 namespace fewbit {
 namespace {
 
-// From so many tokens on AMX pays off.
-constexpr int64_t kAmxTokens = 16;
+// From so many tokens on AMX pays off, from more where groups are short, whose sums have to leave the registers each time.
+constexpr int64_t kAmxTokens = 4;
+constexpr int64_t kAmxTokensTimesGroup = 512;
 // Inputs that are in use at a time stay within this, most of a second-level cache of the CPUs that have AMX.
 constexpr int64_t kAmxInputBytes = 1280 * 1024;
 // Two blocks by two tiles of tokens keep the inputs of so many steps and their panels in the first-level cache.
@@ -328,10 +329,12 @@ class AmxFloats : public AmxPanels<Vector, Registers, Codes> {
   }
 };
 
-// Whether amx_linear is worth it: groups that are shorter cost more than the products save.
-inline bool takes_amx(const Job& job) {
-  return job.tokens >= kAmxTokens && job.dtype == Dtype::kBf16 && !job.weight.minima && job.weight.group_slots >= 32;
+inline bool amx_pays(const Job& job) {
+  return job.tokens >= kAmxTokens && job.tokens * job.weight.group_slots >= kAmxTokensTimesGroup;
 }
+
+// Whether amx_linear can compute it and is worth it.
+inline bool takes_amx(const Job& job) { return amx_pays(job) && job.dtype == Dtype::kBf16 && !job.weight.minima; }
 
 template <class Vector, class Registers>
 void amx_linear(const Job& job, Team& team, Range blocks) {

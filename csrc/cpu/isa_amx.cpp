@@ -15,7 +15,7 @@ void linear_amx(const Job& job, Team& team, Range blocks) {
 }
 
 void integer_linear_amx(const Job& job, const Rounding& rounding, Team& team, Range blocks) {
-  if (job.tokens >= kAmxTokens) return amx_integer_linear<Avx512, Amx>(job, rounding, team, blocks);
+  if (amx_pays(job)) return amx_integer_linear<Avx512, Amx>(job, rounding, team, blocks);
   integer_linear_avx512_vnni(job, rounding, team, blocks);
 }
 

@@ -28,7 +28,7 @@ void linear_amx_emulated(const Job& job, Team& team, Range blocks) {
 }
 
 void integer_linear_amx_emulated(const Job& job, const Rounding& rounding, Team& team, Range blocks) {
-  if (job.tokens >= kAmxTokens) return amx_integer_linear<Avx2Emulating, AmxEmulated>(job, rounding, team, blocks);
+  if (amx_pays(job)) return amx_integer_linear<Avx2Emulating, AmxEmulated>(job, rounding, team, blocks);
   integer_linear<Avx2>(job, rounding, team, blocks);
 }
 
