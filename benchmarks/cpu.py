@@ -1,6 +1,8 @@
-"""Linear kernels on a CPU against torch: every column in one run, rounds interleaved, correctness asserted.
+"""Linear kernels and fused experts on a CPU against torch: every column in one run, rounds interleaved, correctness
+asserted.
 
     python benchmarks/cpu.py --output results.json
+    python benchmarks/cpu.py --experts 8x1024x2048x2 --experts 64x1024x512x8 --output experts.json
 
 Weights rotate over copies that exceed the last-level cache. In each round every column is timed once, one after the
 other, so that a machine whose speed changes changes it for all; the figure is the median over the rounds. Other work on
@@ -15,11 +17,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from mixtures import EXPERT_SCHEMES, Sizes, mixture_columns
 from torch import Tensor
 
 from fewbit.kernels import native
@@ -120,6 +124,9 @@ def main(
     scheme: Annotated[list[str] | None, typer.Option(help="Of SCHEMES; all by default.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Values of M.")] = None,
     instruction_set: Annotated[str | None, typer.Option(help="Force one of the compiled kernels' sets.")] = None,
+    experts: Annotated[
+        list[str] | None, typer.Option(help="ExHxIxk of mixtures, which are timed instead: experts, sizes, chosen.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the lines as JSON here.")] = None,
 ) -> None:
     """Times every kernel of every scheme beside torch's products."""
@@ -140,12 +147,39 @@ def main(
     }
     print(json.dumps(machine), flush=True)
     lines: list[dict[str, Any]] = []
-    shapes = [tuple(map(int, text.split("x"))) for text in shape] if shape else SHAPES
-    for columns, rows in shapes:
+    many = tokens or list(TOKENS)
+    if experts:
+        runs = [partial(measure_experts, Sizes.parse(text), scheme or list(EXPERT_SCHEMES)) for text in experts]
+    else:
+        shapes = [tuple(map(int, text.split("x"))) for text in shape] if shape else SHAPES
+        runs = [partial(measure, columns, rows, scheme or list(SCHEMES)) for columns, rows in shapes]
+    for run in runs:
         with torch.inference_mode(), _forced(instruction_set):
-            lines += measure(columns, rows, scheme or list(SCHEMES), tokens or list(TOKENS), rounds)
+            lines += run(many, rounds)
         if output:
             output.write_text(json.dumps({"machine": machine, "lines": lines}, indent=1) + "\n")
+
+
+def measure_experts(sizes: Sizes, schemes: list[str], many: list[int], rounds: int) -> list[dict[str, Any]]:
+    """One line for each M and column of a mixture; M tokens choose experts at random."""
+    keys = {name: SCHEMES[name] for name in schemes}
+    columns = mixture_columns(sizes, keys, many, copies_of)
+    lines = []
+    for count in many:
+        x = torch.randn(count, sizes.hidden).bfloat16()
+        chosen, weights = sizes.routing(count)
+        timed = {
+            name: [lambda x, c=call, t=chosen, w=weights: c(x, t, w) for call in calls]
+            for name, calls in columns.items()
+        }
+        times = interleaved_us(timed, x, rounds)
+        rivals = [name for name in times if name.split()[0] not in schemes]
+        for name, microseconds in times.items():
+            line = {"experts": str(sizes), "M": count, "column": name, "us": round(microseconds, 1)}
+            line["over the best of torch"] = round(min(times[rival] for rival in rivals) / microseconds, 2)
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    return lines
 
 
 def measure(columns: int, rows: int, schemes: list[str], many: list[int], rounds: int) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def fewbit(request: dict[str, Any], clock: Clock) -> None:
 
     count, length = windows_of(request).shape
     settings = {"iterations": request["iterations"]} if request["effort"] == "best" and request["iterations"] else {}
+    plain_model(request), tokenizer_of(request)  # imports the model's modules: rivals are handed a model, theirs are
     with clock.part("quantize"):
         quantize(
             request["model"],

@@ -21,8 +21,10 @@ struct Routing {
   const void* x;          // [tokens, hidden]
   void* y;                // likewise
   const int64_t* chosen;  // [tokens, per_token]: experts; a number beyond `count` is none
-  const float* weights;   // likewise
-  int64_t tokens, per_token, threads;
+  const void* weights;    // likewise
+  Dtype weights_dtype;
+  int64_t tokens, per_token;
+  int threads;
 };
 
 // One expert of a layer that holds all of them.
@@ -48,6 +50,7 @@ namespace {
 // Rows sorted by expert, in the memory of the thread that called.
 struct SortedRows {
   int64_t *starts, *source, *place;  // [count + 1]; [rows]: token; [tokens * per_token]: row, or -1
+  float* weights;                    // [tokens * per_token]
   char *x, *gate, *up, *product, *down;
 
   SortedRows(const Experts& experts, const Routing& routing) {
@@ -55,11 +58,14 @@ struct SortedRows {
     const int64_t hidden = all * experts.hidden, inner = all * experts.intermediate;
     const int64_t numbers = (experts.count + 1 + 2 * all) * 8;
     char* memory = static_cast<char*>(
-        scratch(Scratch::kShared, numbers + 4 * (2 * whole_vectors(hidden) + 3 * whole_vectors(inner)) + 64));
+        scratch(Scratch::kShared,
+                numbers + 4 * (whole_vectors(all) + 2 * whole_vectors(hidden) + 3 * whole_vectors(inner)) + 64));
     starts = reinterpret_cast<int64_t*>(memory);
     source = starts + experts.count + 1;
     place = source + all;
     memory += (numbers + 63) / 64 * 64;
+    weights = reinterpret_cast<float*>(memory);
+    memory += 4 * whole_vectors(all);
     char** rows[] = {&x, &down, &gate, &up, &product};
     for (int i = 0; i < 5; ++i) {
       *rows[i] = memory;
@@ -163,7 +169,7 @@ class ThreadExperts {
         for (int64_t k = token * routing_.per_token; k < (token + 1) * routing_.per_token; ++k) {
           if (rows_.place[k] < 0) continue;
           const char* from = rows_.down + (rows_.place[k] * experts_.hidden + i) * width_;
-          sum = Vector::multiply_add(load_up_to<Vector>(from, dtype_, left), Vector::broadcast(routing_.weights[k]),
+          sum = Vector::multiply_add(load_up_to<Vector>(from, dtype_, left), Vector::broadcast(rows_.weights[k]),
                                      sum);
         }
         store_up_to<Vector>(to + i * width_, dtype_, sum, left);
@@ -183,8 +189,8 @@ class ThreadExperts {
 template <class Vector>
 void experts(const Experts& given, const Routing& routing, const Kernels& kernels) {
   SortedRows rows(given, routing);
-  parallel_for_team(static_cast<int>(routing.threads),
-                    [&](Team& team) { ThreadExperts<Vector>(given, routing, kernels, rows, team).run(); });
+  row_to_floats<Vector>(routing.weights, routing.weights_dtype, routing.tokens * routing.per_token, rows.weights);
+  parallel_for_team(routing.threads, [&](Team& team) { ThreadExperts<Vector>(given, routing, kernels, rows, team).run(); });
 }
 
 }  // namespace

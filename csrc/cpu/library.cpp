@@ -83,7 +83,7 @@ int32_t guarded(int32_t instruction_set, Run&& run) {
 #define FEWBIT_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature, the layout of a prepared weight or the meaning of a number changes.
-FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 3; }
+FEWBIT_EXPORT int32_t fewbit_cpu_version() { return 4; }
 
 // Name of the instruction set of that number, null past the last.
 FEWBIT_EXPORT const char* fewbit_cpu_name(int32_t number) {
@@ -130,9 +130,12 @@ FEWBIT_EXPORT int32_t fewbit_cpu_decode(const fewbit::Decoder* decoder, const fe
                          [&](const fewbit::Kernels& kernels) { kernels.decode(*decoder, *step, kernels); });
 }
 
-// Tokens through the experts that were chosen for them.
-FEWBIT_EXPORT int32_t fewbit_cpu_experts(const fewbit::Experts* experts, const fewbit::Routing* routing,
-                                         int32_t instruction_set) {
+// Tokens [tokens, hidden] through the experts [tokens, per_token] that were chosen for them, under these weights.
+FEWBIT_EXPORT int32_t fewbit_cpu_experts(const fewbit::Experts* experts, const void* x, const int64_t* chosen,
+                                         const void* weights, int32_t weights_dtype, int64_t per_token, void* y,
+                                         int64_t tokens, int32_t threads, int32_t instruction_set) {
+  const fewbit::Routing routing{x, y, chosen, weights, static_cast<fewbit::Dtype>(weights_dtype), tokens, per_token,
+                                threads};
   return fewbit::guarded(instruction_set,
-                         [&](const fewbit::Kernels& kernels) { kernels.experts(*experts, *routing, kernels); });
+                         [&](const fewbit::Kernels& kernels) { kernels.experts(*experts, routing, kernels); });
 }

@@ -1,16 +1,26 @@
-// Many tokens of one text through a decoder, a part of them at a time, as one parallel region. Threads divide rows among
-// themselves between linear layers, output features in them, and heads and positions in attention.
+// Many tokens of one text through a decoder, a part of them at a time, as one parallel region. Threads divide tokens among
+// themselves, and heads and positions in attention. Where each has tokens enough, linear layers are divided by tokens
+// too, so that nobody waits but before and after attention; otherwise by output features.
 #pragma once
 
 #include "decoder.h"
+#include "panel_linear.h"
 #include "prompt_attention.h"
 #include "rows.h"
 
 namespace fewbit {
 namespace {
 
-// Tokens at a time. Two parts of what layers multiply at a time.
-constexpr int64_t kPromptTokens = 192;
+// Tokens of a thread at a time, which are what layers multiply at a time, and of all threads.
+constexpr int64_t kOwnTokens = kPanelTokensAtATime;
+constexpr int64_t kPromptTokens = 8 * kOwnTokens;
+
+// From so many of its own on a thread decodes every panel for itself: twice the panels, for half the tokens.
+constexpr int64_t kTokensApart = kOwnTokens / 2;
+
+inline int64_t tokens_at_a_time(int64_t threads) {
+  return threads * kOwnTokens < kPromptTokens ? threads * kOwnTokens : kPromptTokens;
+}
 
 // Rows of all tokens that are under way, which all threads see, in the memory of the thread that called.
 struct PromptRows {
@@ -37,10 +47,13 @@ class ThreadPrompt {
         dtype_(static_cast<Dtype>(decoder.dtype)), width_(bytes_of(dtype_)), hidden_(decoder.hidden * width_) {}
 
   void run() {
-    for (int64_t first = 0; first < step_.tokens; first += kPromptTokens) {
-      tokens_ = step_.tokens - first < kPromptTokens ? step_.tokens - first : kPromptTokens;
+    const int64_t most = tokens_at_a_time(team_.count);
+    for (int64_t first = 0; first < step_.tokens; first += most) {
+      tokens_ = step_.tokens - first < most ? step_.tokens - first : most;
       first_ = first;
       mine_ = share(tokens_, team_.thread, team_.count);
+      // Only the last part is shorter: what the team keeps of shared memory comes after what threads ask for alone.
+      apart_ = tokens_ / team_.count >= kTokensApart;
       std::memcpy(rows_.stream + mine_.begin * hidden_,
                   static_cast<const char*>(step_.x) + (first + mine_.begin) * hidden_,
                   static_cast<size_t>((mine_.end - mine_.begin) * hidden_));
@@ -48,52 +61,53 @@ class ThreadPrompt {
       team_.wait();
     }
     if (team_.thread == 0) norm(rows_.stream + (tokens_ - 1) * hidden_, decoder_.final_norm, rows_.row, decoder_.hidden);
-    multiply({{&decoder_.head, rows_.row, step_.logits}}, 1);
+    multiply_features(decoder_.head, rows_.row, step_.logits, 1);
   }
 
  private:
-  struct Product {
-    const LinearLayer* layer;
-    const void* x;
-    void* y;
-  };
-
   void run_block(const DecoderBlock& block, int64_t index) {
     norm_rows(block.attention_norm);
-    multiply({{&block.query, rows_.row, rows_.query},
-              {&block.key, rows_.row, rows_.key},
-              {&block.value, rows_.row, rows_.value}},
-             tokens_);
-    team_.wait();
+    multiply(block.query, rows_.row, rows_.query);
+    multiply(block.key, rows_.row, rows_.key);
+    multiply(block.value, rows_.row, rows_.value);
+    wait_for_features();
     place_heads(block, index);
     team_.wait();
     team_.guarded([&] { attend(index); });
-    multiply({{&block.output, rows_.attended, rows_.output}}, tokens_);
     team_.wait();
+    multiply(block.output, rows_.attended, rows_.output);
+    wait_for_features();
     add_to_stream();
     norm_rows(block.mlp_norm);
-    gate_and_up(block);
-    multiply({{&block.down, rows_.gate, rows_.output}}, tokens_);
-    team_.wait();
+    multiply(block.gate, rows_.row, rows_.gate);
+    multiply(block.up, rows_.row, rows_.up);
+    multiply_gate_by_up();
+    multiply(block.down, rows_.gate, rows_.output);
+    wait_for_features();
     add_to_stream();
   }
 
-  // Layers whose blocks are divided among the threads as if they were one layer's. Waits before, not after.
-  void multiply(std::initializer_list<Product> products, int64_t tokens) {
-    int64_t total = 0, first = 0;
-    for (const Product& product : products) total += weight_of(*product.layer).blocks();
-    const Range mine = share(total, team_.thread, team_.count);
-    for (const Product& product : products) {
-      const int64_t size = weight_of(*product.layer).blocks();
-      const auto within = [&](int64_t block) { return block < first ? 0 : block - first < size ? block - first : size; };
-      multiply(product, tokens, {within(mine.begin), within(mine.end)});
-      first += size;
-    }
+  // A thread's share of a layer: all features of its own tokens, or its own features of all.
+  void multiply(const LinearLayer& layer, const char* x, char* y) {
+    if (!apart_) return multiply_features(layer, x, y, tokens_);
+    const Weight weight = weight_of(layer);
+    Team alone = team_.alone();
+    run_layer(kernels_, layer,
+              job_of(layer, x + mine_.begin * weight.columns * width_, y + mine_.begin * weight.rows * width_,
+                     mine_.end - mine_.begin, dtype_),
+              alone, {0, weight.blocks()});
   }
 
-  void multiply(const Product& product, int64_t tokens, Range blocks) {
+  // Waits for the input, not for the output.
+  void multiply_features(const LinearLayer& layer, const void* x, void* y, int64_t tokens) {
     team_.wait();
-    run_layer(kernels_, *product.layer, job_of(*product.layer, product.x, product.y, tokens, dtype_), team_, blocks);
+    run_layer(kernels_, layer, job_of(layer, x, y, tokens, dtype_), team_,
+              share(weight_of(layer).blocks(), team_.thread, team_.count));
+  }
+
+  // Before tokens are looked at whose features other threads have computed.
+  void wait_for_features() const {
+    if (!apart_) team_.wait();
   }
 
   void norm(const void* x, const void* weight, void* to, int64_t count) const {
@@ -167,16 +181,16 @@ class ThreadPrompt {
     StripAttention<Vector>(strip).run();
   }
 
-  // The thread's own blocks of gate and up are the same, so that their product waits for nobody.
-  void gate_and_up(const DecoderBlock& block) {
-    const Range blocks = share((decoder_.intermediate + kBlockRows - 1) / kBlockRows, team_.thread, team_.count);
-    multiply({&block.gate, rows_.row, rows_.gate}, tokens_, blocks);
-    multiply({&block.up, rows_.row, rows_.up}, tokens_, blocks);
-    const int64_t first = blocks.begin * kBlockRows, last = blocks.end * kBlockRows;
-    const int64_t count = (last < decoder_.intermediate ? last : decoder_.intermediate) - first;
-    for (int64_t i = 0; i < tokens_; ++i) {
-      const int64_t at = (i * decoder_.intermediate + first) * width_;
-      silu_and_multiply<Vector>(rows_.gate + at, rows_.up + at, rows_.gate + at, count, dtype_);
+  // The thread's shares of gate and up are the same, so that their product waits for nobody.
+  void multiply_gate_by_up() const {
+    const int64_t inner = decoder_.intermediate;
+    const Range blocks = share((inner + kBlockRows - 1) / kBlockRows, team_.thread, team_.count);
+    const int64_t first = apart_ ? 0 : blocks.begin * kBlockRows, end = apart_ ? inner : blocks.end * kBlockRows;
+    const Range rows = apart_ ? mine_ : Range{0, tokens_};
+    for (int64_t i = rows.begin; i < rows.end; ++i) {
+      const int64_t at = (i * inner + first) * width_;
+      silu_and_multiply<Vector>(rows_.gate + at, rows_.up + at, rows_.gate + at, (end < inner ? end : inner) - first,
+                                dtype_);
     }
   }
 
@@ -189,11 +203,13 @@ class ThreadPrompt {
   const int64_t width_, hidden_;        // bytes of a number, and of a row of the stream
   int64_t first_ = 0, tokens_ = 0;      // those under way
   Range mine_{};                        // of them, the rows of this thread
+  bool apart_ = false;                  // whether layers are divided by tokens
 };
 
 template <class Vector>
 void read_prompt(const Decoder& decoder, const Step& step, const Kernels& kernels) {
-  const PromptRows rows(decoder, step.tokens < kPromptTokens ? step.tokens : kPromptTokens);
+  const int64_t most = tokens_at_a_time(step.threads);
+  const PromptRows rows(decoder, step.tokens < most ? step.tokens : most);
   parallel_for_team(static_cast<int>(step.threads),
                     [&](Team& team) { ThreadPrompt<Vector>(decoder, step, kernels, rows, team).run(); });
 }

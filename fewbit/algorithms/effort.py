@@ -24,30 +24,30 @@ class Means:
         algorithm: name of what chooses the codes.
         transforms: names of what comes before, in order.
         settings: of the algorithm, where they are not its defaults.
+        optional: those of the transformations that are left out where a model's graph does not allow them.
     """
 
     algorithm: str
     transforms: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
 
 
 _FAST = Means("round_to_nearest")
-_NARROW = {"balanced": Means("gptq"), "best": Means("sign_round")}
-_NARROW_INTEGERS = {"balanced": Means("gptq", settings={"asymmetric": 0.25}), "best": Means("sign_round")}
+_NARROW = {"balanced": Means("gptq", settings={"asymmetric": 0.25}), "best": Means("sign_round")}
 _FLOATS = {"balanced": Means("gptq"), "best": Means("gptq")}
 _INTEGERS = {"balanced": Means("round_to_nearest"), "best": Means("gptq")}
-_SMOOTHED = {
-    "balanced": Means("round_to_nearest", ("smoothquant",)),
-    "best": Means("gptq", ("smoothquant",)),
-}
+_SMOOTHED = dict.fromkeys(
+    ("balanced", "best"), Means("gptq", ("rotation", "smoothquant"), optional=frozenset({"rotation"}))
+)
 
 
 def means_for(effort: str, scheme: Scheme) -> Means:
     """What `effort` means for `scheme`.
 
-    The asymmetric term of GPTAQ was measured for integers alone. Weights of 8-bit integers leave little to win, and
-    `balanced` reads no data for them unless activations are 8-bit integers too: there outliers are what costs, and
-    SmoothQuant moves them into the weights.
+    Weights of 8-bit integers leave little to win, and `balanced` reads no data for them unless activations are 8-bit
+    integers too: there outliers are what costs; rotation spreads them, and SmoothQuant moves what is left into the
+    weights. A model that cannot be rotated does without.
 
     Raises:
         SchemeError: the effort is unknown.
@@ -56,9 +56,8 @@ def means_for(effort: str, scheme: Scheme) -> Means:
         raise SchemeError(f"Unknown effort {effort!r}.", closest(effort, EFFORTS))
     if effort == "fast":
         return _FAST
-    narrow = [key.weight.element for key in scheme.keys if key.weight.element.bits < 8]
-    if narrow:
-        return (_NARROW_INTEGERS if all(element.is_integer for element in narrow) else _NARROW)[effort]
+    if any(key.weight.element.bits < 8 for key in scheme.keys):
+        return _NARROW[effort]
     if not all(key.weight.element.is_integer for key in scheme.keys):
         return _FLOATS[effort]
     return (_SMOOTHED if any(_rounds_inputs_to_integers(key) for key in scheme.keys) else _INTEGERS)[effort]

@@ -28,13 +28,10 @@ from torch import Tensor
 from fewbit.algorithms.curvature import curvature
 from fewbit.algorithms.descent import compensate, descend
 from fewbit.algorithms.grid import Grid, Scales, stacked
-from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask, relative_loss
+from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask, relative_losses
 from fewbit.algorithms.scale_fit import fit_scales
 from fewbit.algorithms.scale_search import search_scales
 from fewbit.errors import SchemeError
-
-ASYMMETRIC_NOTE = "asymmetric term in"
-"""How the note begins on the rows that the term helps: what was asked for, no fallback."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Gptq(Algorithm):
         natural = found.matrix[inverse][:, inverse].contiguous()
         scales = [self._scales(task, found.matrix, natural, order) for task in tasks]
         columns = _columns(scales, weights, order)
-        target, notes = torch.cat(weights).T[order].contiguous(), [found.note]
+        target, helped = torch.cat(weights).T[order].contiguous(), None
         if found.factor is None or not self.settings.compensate:
             values = columns.rounded(target)[0]
         else:
@@ -121,18 +118,17 @@ class Gptq(Algorithm):
             shift = statistics.mean_shift
             if self.settings.asymmetric and shift is not None:
                 shift = shift.to(gram.device)[order][:, order]
-                values, target, note = self._shifted(
+                values, target, helped = self._shifted(
                     target, values, gram[order][:, order], shift, found.factor, columns
                 )
-                notes.append(note)
         for _ in range(self.settings.sweeps):
             scales = _fitted(weights, scales, values[inverse].T.contiguous(), natural)
             values = descend(target, values, found.matrix, _columns(scales, weights, order))
         plain = values[inverse].T.contiguous()
         if self.settings.sweeps:
             scales = _fitted(weights, scales, plain, natural)
-        note = ", ".join(filter(None, notes))
-        return self._results(weights, scales, plain, gram, f"{self.name}: {note}" if note else self.name)
+        method = f"{self.name}: {found.note}" if found.note else self.name
+        return self._results(weights, scales, plain, gram, method, helped)
 
     def _scales(self, task: LayerTask, ordered: Tensor, natural: Tensor, order: Tensor) -> Scales:
         """The scales of a layer, `ordered` and `natural` being H in the order of visits and in its own."""
@@ -151,8 +147,8 @@ class Gptq(Algorithm):
 
     def _shifted(
         self, target: Tensor, values: Tensor, gram: Tensor, shift: Tensor, factor: Tensor, columns: Grid
-    ) -> tuple[Tensor, Tensor, str]:
-        """`values` [K, N], in rows that the asymmetric term helps those with it; their targets; what was done.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`values` [K, N], in rows that the asymmetric term helps those with it; their targets; which rows, bool [N].
 
         For a change d of a row w its output misses that of the unquantized model on its own input by
         d^T H d - 2 w^T D d and what no change alters, D being the mean of (x' - x) x^T for the inputs x and, of the
@@ -168,17 +164,39 @@ class Gptq(Algorithm):
 
         helps = missed(moved) < missed(values)  # false where it is not finite
         wanted = target + self.settings.asymmetric * (factor.T @ (factor @ pull))
-        note = f"{ASYMMETRIC_NOTE} {int(helps.sum())} of {len(helps)} rows"
-        return torch.where(helps, moved, values), torch.where(helps, wanted, target), note
+        return torch.where(helps, moved, values), torch.where(helps, wanted, target), helps
 
     def _results(
-        self, weights: list[Tensor], scales: list[Scales], values: Tensor, gram: Tensor | None, method: str
+        self,
+        weights: list[Tensor],
+        scales: list[Scales],
+        values: Tensor,
+        gram: Tensor | None,
+        method: str,
+        helped: Tensor | None = None,
     ) -> list[LayerResult]:
-        results = []
-        for weight, one, part in zip(weights, scales, values.split([len(weight) for weight in weights]), strict=True):
-            meaning = one.grid(tuple(weight.shape)).meaning(part)
-            results.append(LayerResult(one.record(part), method, relative_loss(weight, meaning, gram)))
-        return results
+        """One result for each weight; `helped` are the rows with the asymmetric term, bool [N], where it was asked for.
+
+        What is counted and measured is read from the device at once.
+        """
+        sizes = [len(weight) for weight in weights]
+        parts = values.split(sizes)
+        losses: list[float | None] = [None] * len(weights)
+        if gram is not None:
+            grids = [one.grid(tuple(weight.shape)) for weight, one in zip(weights, scales, strict=True)]
+            meanings = [grid.meaning(part) for grid, part in zip(grids, parts, strict=True)]
+            losses = relative_losses(weights, meanings, gram)
+        records = [one.record(part) for one, part in zip(scales, parts, strict=True)]
+        found = zip(records, losses, self._remarks(sizes, helped), strict=True)
+        return [LayerResult(record, method, loss, remarks) for record, loss, remarks in found]
+
+    def _remarks(self, sizes: list[int], helped: Tensor | None) -> list[tuple[str, ...]]:
+        """What became of the asymmetric term in layers of so many rows, where it was asked for."""
+        if helped is not None:
+            counts = torch.stack([part.sum() for part in helped.split(sizes)]).tolist()
+            return [(f"asymmetric term in {n} of {size} rows",) for n, size in zip(counts, sizes, strict=True)]
+        told = ("no asymmetric term: the input was not compared with the unquantized model's",)
+        return [told if self.settings.asymmetric else ()] * len(sizes)
 
 
 def _grid(scales: list[Scales], weights: list[Tensor]) -> Grid:

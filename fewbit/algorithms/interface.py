@@ -48,11 +48,13 @@ class LayerResult:
         method: what chose the codes, for the report; names the fallback where one was needed.
         loss: mean squared error of the layer's output over that of an output of zeros, on the calibration tokens; None
             where no statistics were at hand.
+        remarks: what else is to be told of this layer, no fallback: layers of one method may differ in them.
     """
 
     record: QuantizedTensor
     method: str
     loss: float | None = None
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,12 @@ def relative_loss(weight: Tensor, approximation: Tensor, gram: Tensor | None) ->
         weight, approximation: float32 [N, K].
         gram: float32 [K, K].
     """
-    if gram is None:
-        return None
-    whole = output_loss(weight, gram).sum()
-    error = output_loss(approximation - weight, gram).sum()
-    return float(torch.where(whole > 0, error / whole, 0.0))
+    return None if gram is None else relative_losses([weight], [approximation], gram)[0]
+
+
+def relative_losses(weights: Sequence[Tensor], approximations: Sequence[Tensor], gram: Tensor) -> list[float | None]:
+    """The same for layers that read one input, read from the device at once."""
+    whole = torch.stack([output_loss(weight, gram).sum() for weight in weights])
+    errors = [output_loss(near - weight, gram).sum() for weight, near in zip(weights, approximations, strict=True)]
+    found: list[float | None] = torch.where(whole > 0, torch.stack(errors) / whole, 0.0).tolist()
+    return found

@@ -1,12 +1,13 @@
 """Statistics of a layer's input, gathered while calibration windows pass through a block.
 
-Layers that read the same tensor (q, k and v; gate and up) share one object, so each Gram matrix is made once.
+Layers that read the same tensor (q, k and v; gate and up) share one object, so each Gram matrix is made once. Nothing
+waits for the device while rows are taken in: whether they were finite is asked when all have been.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ class InputStatistics:
         products: sum of the outer products of the rows, float32 [K, K], right on and above the diagonal; None where it
             is not gathered.
         magnitudes: sum of the magnitudes of each feature, float32 [K]; None where it is not gathered.
+        peaks: largest magnitude of each feature, float32 [K]; None where it is not gathered.
+        sample: some of the rows as they were, [S, K]; None where none were kept.
         shift: sum of the outer products of what each row lacks of the unquantized model's and the row, float32 [K, K];
             None where they were not compared.
         shifted: rows that were compared.
-        histogram: how many magnitudes of the sampled rows have which leading bits, int64 [8192]; None where no row was
-            seen.
+        histogram: how many magnitudes of every eighth row have which leading bits, int64 [8192]; None where it is not
+            gathered.
     """
 
     largest: Tensor
@@ -45,16 +48,29 @@ class InputStatistics:
     histogram: Tensor | None = None
     shift: Tensor | None = None
     shifted: int = 0
+    peaks: Tensor | None = None
+    sample: Tensor | None = None
 
     @classmethod
-    def empty(cls, features: int | None = None, device: str | torch.device = "cpu") -> InputStatistics:
-        """Nothing seen yet; with the number of features, Gram matrix and mean magnitudes are gathered too."""
+    def empty(
+        cls, features: int | None = None, device: str | torch.device = "cpu", histogram: bool = True
+    ) -> InputStatistics:
+        """Nothing seen yet.
+
+        Args:
+            features: K, for the Gram matrix, and the mean and the largest magnitudes of features, to be gathered too.
+            device: of the rows to come.
+            histogram: whether percentiles will be asked for.
+        """
+        bins = torch.zeros(1 << 31 - HISTOGRAM_SHIFT, dtype=torch.int64, device=device) if histogram else None
         if features is None:
-            return cls(torch.zeros(()))
+            return cls(torch.zeros((), device=device), histogram=bins)
         return cls(
-            torch.zeros(()),
+            torch.zeros((), device=device),
             products=torch.zeros(features, features, device=device),
             magnitudes=torch.zeros(features, device=device),
+            peaks=torch.zeros(features, device=device),
+            histogram=bins,
         )
 
     @classmethod
@@ -63,28 +79,25 @@ class InputStatistics:
         seen = [other.largest for other in others if other.tokens]
         return cls(torch.stack(seen).amax()) if seen else cls.empty()
 
-    def add(self, x: Tensor) -> None:
-        """Takes in x [..., K].
-
-        Raises:
-            ValueError: x holds NaN or infinity.
-        """
+    def add(self, x: Tensor, sample: int = 0) -> None:
+        """Takes in x [..., K], of which `sample` rows, evenly spread, are kept as they are."""
         if x.numel() == 0:
             return
         rows = x.reshape(-1, x.shape[-1])
         sizes = rows.abs()
-        largest = sizes.amax().float().cpu()
-        if not largest.isfinite():
-            raise ValueError("calibration produced NaN or infinity")
-        self.largest = torch.maximum(self.largest, largest)
-        # Counted from the row after the last one, so that it does not matter how rows come in batches.
-        sampled = sizes[-self.tokens % SAMPLE_EVERY :: SAMPLE_EVERY].float()
+        peaks = sizes.amax(dim=0).float()
+        self.largest = torch.maximum(self.largest, peaks.amax())
+        if self.histogram is not None:
+            # Counted from the row after the last one, so that it does not matter how rows come in batches.
+            self.histogram += _histogram(sizes[-self.tokens % SAMPLE_EVERY :: SAMPLE_EVERY])
         self.tokens += rows.shape[0]
-        bins = (sampled.view(torch.int32) >> HISTOGRAM_SHIFT).flatten()
-        counts = torch.bincount(bins, minlength=1 << 31 - HISTOGRAM_SHIFT).cpu()
-        self.histogram = counts if self.histogram is None else self.histogram + counts
-        if self.products is None or self.magnitudes is None:
+        if sample:
+            step = max(1, len(rows) // sample)
+            kept = rows[step - 1 :: step][:sample]
+            self.sample = kept.clone() if self.sample is None else torch.cat([self.sample, kept])
+        if self.products is None or self.magnitudes is None or self.peaks is None:
             return
+        self.peaks = torch.maximum(self.peaks, peaks)
         self.magnitudes += sizes.sum(dim=0, dtype=torch.float32)
         # Products of 16-bit numbers are exact in float32, so a 16-bit multiplication that accumulates in float32 would
         # differ in the order of the sums alone; torch rounds its result to 16 bits, so the rows are widened.
@@ -102,13 +115,40 @@ class InputStatistics:
         self.shift.addmm_((unquantized.reshape(rows.shape).float() - rows).T, rows)
         self.shifted += len(rows)
 
+    def require_finite(self) -> None:
+        """Refuses rows that were not finite.
+
+        Raises:
+            ValueError: one held NaN or infinity.
+        """
+        if not bool(self.largest.isfinite()):
+            raise ValueError("calibration produced NaN or infinity")
+
+    def divided(self, columns: Tensor) -> InputStatistics:
+        """What they would be, had every row been divided by `columns`, float32 [K].
+
+        Exactly so, but for the histogram, which is taken from the sample; it is none where there is no sample.
+        """
+        assert self.products is not None and self.magnitudes is not None and self.peaks is not None
+        sample = None if self.sample is None else self.sample.float() / columns
+        peaks = self.peaks / columns.abs()
+        return replace(
+            self,
+            products=self.products / torch.outer(columns, columns),
+            magnitudes=self.magnitudes / columns.abs(),
+            peaks=peaks,
+            largest=peaks.amax(),
+            sample=sample,
+            histogram=None if self.histogram is None or sample is None else _histogram(sample.abs()),
+        )
+
     def percentile(self, percent: float) -> Tensor:
         """The magnitude below which `percent` of all entries of the sampled rows are, float32 []; 100 is the largest.
 
         It is the upper end of the histogram's bin, so it is up to 3 % above; it is never above the largest.
 
         Raises:
-            ValueError: no row was seen.
+            ValueError: no row was seen, or their magnitudes were not counted.
         """
         if percent >= 100:
             return self.largest
@@ -145,3 +185,9 @@ class InputStatistics:
         if self.magnitudes is None or self.tokens == 0:
             raise ValueError("no calibration token reached this layer")
         return self.magnitudes / self.tokens
+
+
+def _histogram(sizes: Tensor) -> Tensor:
+    """How many magnitudes have which leading bits, int64 [8192]."""
+    bins = (sizes.float().view(torch.int32) >> HISTOGRAM_SHIFT).flatten()
+    return torch.bincount(bins, minlength=1 << 31 - HISTOGRAM_SHIFT)

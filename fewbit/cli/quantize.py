@@ -140,8 +140,6 @@ def _print_transforms(entries: list[dict[str, Any]]) -> None:
 
 
 def _print_outcome(report: dict[str, Any]) -> None:
-    from fewbit.algorithms.gptq import ASYMMETRIC_NOTE
-
     lossy = [layer for layer in report["layers"] if layer["sqnr_db"] is not None]
     worst = min(lossy, key=lambda layer: layer["sqnr_db"], default=None)
     quality = "Nothing was lost."
@@ -159,11 +157,12 @@ def _print_outcome(report: dict[str, Any]) -> None:
     if lost:
         worst = max(lost, key=lambda layer: layer["loss"])
         console.print(f"Largest relative error of an output: {worst['loss']:.2%} in {worst['name']}.")
-    unreached = [layer["name"] for layer in report["layers"] if layer["note"]]
+    unreached = [layer["name"] for layer in report["layers"] if layer["tokens"] == 0]
     if unreached:
         console.print(f"[yellow]Note:[/] no calibration token reached {len(unreached)} layers, {unreached[0]} for one.")
     for method in sorted({layer["method"] for layer in report["layers"]} - {report["algorithm"]}):
-        if method.startswith(f"{report['algorithm']}: {ASYMMETRIC_NOTE}"):
-            continue
         names = [layer["name"] for layer in report["layers"] if layer["method"] == method]
-        console.print(f"[yellow]Note:[/] {len(names)} layers fell back ({method}), the first {names[0]}.")
+        console.print(f"[yellow]Note:[/] {len(names)} layers got their codes by {method}, the first {names[0]}.")
+    told = [layer for layer in report["layers"] if layer["remarks"] and layer["tokens"] != 0]
+    if told:
+        console.print(f"Remarks on {len(told)} layers; {told[0]['name']}: {'; '.join(told[0]['remarks'])}.")

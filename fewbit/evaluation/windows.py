@@ -16,7 +16,8 @@ def window_logits(model: PreTrainedModel, windows: Tensor) -> Iterator[Tensor]:
     """Logits [length, vocabulary] of each window of token ids [count, length], each scored alone."""
     for window in windows:
         with torch.no_grad():
-            yield model(input_ids=window[None].to(model.device), use_cache=False).logits[0]
+            logits = model(input_ids=window[None].to(model.device), use_cache=False).logits[0]
+        yield logits  # outside: of two generators, each would switch gradients back to what the other had left
 
 
 def negative_log_likelihood(logits: Tensor, ids: Tensor) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 """Of the C interface and of the layout of prepared weights."""
 
 PATH = Path(__file__).with_name("_cpu.so")
@@ -71,8 +71,8 @@ def extension() -> Extension | Absent:
         return Absent("the compiled CPU kernels need AVX2, FMA and F16C, which this CPU lacks")
     library.fewbit_cpu_linear.argtypes = [_POINTER] * 8 + _OPERANDS
     library.fewbit_cpu_integer_linear.argtypes = [_POINTER] * 7 + _OPERANDS + [_POINTER, _INT, _INT, _INT]
-    for function in (library.fewbit_cpu_decode, library.fewbit_cpu_experts):
-        function.argtypes = [_POINTER, _POINTER, _INT]
+    library.fewbit_cpu_decode.argtypes = [_POINTER, _POINTER, _INT]
+    library.fewbit_cpu_experts.argtypes = [_POINTER] * 4 + [_INT, _LONG, _POINTER, _LONG, _INT, _INT]
     return Extension(
         sets,
         library.fewbit_cpu_linear,
@@ -166,9 +166,9 @@ def call_decode(decoder: int, step: int) -> None:
     check(_loaded().decode(decoder, step, instruction_set()))
 
 
-def call_experts(experts: int, routing: int) -> None:
-    """`fewbit_cpu_experts`, of the addresses of its two structures."""
-    check(_loaded().experts(experts, routing, instruction_set()))
+def call_experts(*arguments: int | None) -> None:
+    """`fewbit_cpu_experts`."""
+    check(_loaded().experts(*arguments))
 
 
 class LinearLayer(ctypes.Structure):

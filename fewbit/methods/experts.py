@@ -22,27 +22,29 @@ class FusedExperts(nn.Module):
     Attributes:
         key: weight and activation keys of every matrix.
         choice: the kernel that was chosen.
+        prepared: the kernel's own form of all matrices, its tensors buffers of this module.
     """
 
     def __init__(self, key: LinearKey, choice: Choice[MoeKernel], prepared: Prepared) -> None:
         super().__init__()
-        self.key, self.choice, self.constants = key, choice, prepared.constants
-        self.names = tuple(prepared.tensors)
+        self.key, self.choice = key, choice
+        self._hold(prepared)
+
+    def _hold(self, prepared: Prepared) -> None:
         for name, tensor in prepared.tensors.items():
             self.register_buffer(f"prepared_{name}", tensor, persistent=False)
+        self.prepared = prepared
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
-        tensors = {name: getattr(self, f"prepared_{name}") for name in self.names}
-        return self.choice.kernel.run(hidden, Prepared(tensors, self.constants), top_k_index, top_k_weights)
+        return self.choice.kernel.run(hidden, self.prepared, top_k_index, top_k_weights)
 
     def _apply(self, fn, recurse: bool = True) -> FusedExperts:
         """Moves the buffers; codes and scales never change dtype."""
-        kept = {name: getattr(self, f"prepared_{name}") for name in self.names}
+        kept = self.prepared.tensors
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            device = getattr(self, f"prepared_{name}").device
-            self.register_buffer(f"prepared_{name}", before.to(device), persistent=False)
+        tensors = {name: before.to(getattr(self, f"prepared_{name}").device) for name, before in kept.items()}
+        self._hold(Prepared(tensors, self.prepared.constants))
         return self
 
     def extra_repr(self) -> str:

@@ -24,30 +24,30 @@ class CacheWatch:
         largest: what was seen before.
 
     Attributes:
-        largest: `k` and `v` -> float32 [heads]; empty until something is cached.
+        largest: `k` and `v` -> float32 [heads], where they were cached; empty until something is.
     """
 
     def __init__(self, largest: Mapping[str, Tensor] | None = None) -> None:
         self.largest: dict[str, Tensor] = dict(largest or {})
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """keys and values [B, heads, T, size], as attention modules call it.
-
-        Raises:
-            ValueError: they hold NaN or infinity.
-        """
+        """keys and values [B, heads, T, size], as attention modules call it."""
         for side, states in (("k", keys), ("v", values)):
-            seen = states.abs().amax(dim=(0, -2, -1)).float().cpu()
-            if not bool(seen.isfinite().all()):
-                raise ValueError("calibration produced NaN or infinity")
+            seen = states.abs().amax(dim=(0, -2, -1)).float()
             self.largest[side] = torch.maximum(self.largest.get(side, seen), seen)
         return keys, values
 
     def scale(self, side: str, key: QuantKey) -> Tensor | None:
-        """Static scale of a side, float32 [1] or [heads, 1, 1]; None where nothing was cached."""
+        """Static scale of a side, float32 [1] or [heads, 1, 1]; None where nothing was cached.
+
+        Raises:
+            ValueError: what was cached held NaN or infinity.
+        """
         largest = self.largest.get(side)
         if largest is None:
             return None
+        if not bool(largest.isfinite().all()):
+            raise ValueError("calibration produced NaN or infinity")
         largest = largest.reshape(-1, 1, 1) if key.granularity == HEAD else largest.amax().reshape(1)
         return static_input_scales(largest, key)["input_scale"]
 

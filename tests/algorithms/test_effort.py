@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fewbit.algorithms.effort import EFFORTS, means_for
 from fewbit.algorithms.registry import algorithm
-from fewbit.errors import SchemeError
-from fewbit.models.quantization.quantize import QuantizeOptions
+from fewbit.errors import ModelError, SchemeError
+from fewbit.models.quantization.quantize import QuantizeOptions, quantize
 from fewbit.spec.presets import PRESETS
+from tests.tiny_models import save_tiny_model
 
 
 @pytest.mark.parametrize("scheme", PRESETS.values(), ids=list(PRESETS))
@@ -29,21 +31,34 @@ def test_an_algorithm_that_is_named_wins() -> None:
     assert tuned.settings["damping"] == 0.05 and tuned.settings["act_order"] is True
 
 
-def test_balanced_takes_the_asymmetric_term_for_narrow_integers_unless_told_otherwise() -> None:
+def test_balanced_takes_the_asymmetric_term_below_eight_bits_unless_told_otherwise() -> None:
     def term(name: str, **given: Any) -> float:
         return float(QuantizeOptions(name, effort="balanced", **given).recipe().settings["asymmetric"])
 
-    assert (term("W4A16"), term("W2A16_ASYM"), term("NVFP4A16"), term("FP8_DYNAMIC")) == (0.25, 0.25, 0, 0)
+    assert (term("W4A16"), term("W2A16_ASYM"), term("NVFP4A16"), term("FP8_DYNAMIC")) == (0.25, 0.25, 0.25, 0)
     assert term("W4A16", settings={"asymmetric": "0"}) == term("W4A16", algorithm="gptq") == 0
 
 
-def test_effort_smooths_what_rounds_inputs_to_integers_and_nothing_else() -> None:
+@pytest.mark.parametrize("effort", ["balanced", "best"])
+def test_effort_transforms_what_rounds_inputs_to_integers_and_nothing_else(effort: str) -> None:
     for name in PRESETS:
-        smoothed = [one["name"] for one in QuantizeOptions(name, effort="balanced").recipe().transforms]
-        assert smoothed == (["smoothquant"] if name == "W8A8" else []), name
+        recipe = QuantizeOptions(name, effort=effort).recipe()
+        assert [one["name"] for one in recipe.transforms] == (["rotation", "smoothquant"] if name == "W8A8" else [])
+        assert name != "W8A8" or recipe.algorithm == "gptq"
     assert not QuantizeOptions("W8A8", effort="balanced", algorithm="gptq").recipe().transforms
-    asked = QuantizeOptions("W8A8", effort="balanced", transforms=("rotation",)).recipe()
+    asked = QuantizeOptions("W8A8", effort=effort, transforms=("rotation",)).recipe()
     assert [one["name"] for one in asked.transforms] == ["rotation"]
+
+
+def test_a_model_that_cannot_be_rotated_does_without_and_says_so(tmp_path: Path) -> None:
+    rotated = QuantizeOptions("W8A8").plan(save_tiny_model(tmp_path / "llama"))
+    assert [one["name"] for one in rotated.recipe.transforms] == ["rotation", "smoothquant"] and not rotated.cautions
+    source = save_tiny_model(tmp_path / "neox", "gpt_neox")
+    plain = QuantizeOptions("W8A8").plan(source)
+    assert [one["name"] for one in plain.recipe.transforms] == ["smoothquant"]
+    assert not plain.unties and "rotation is left out" in plain.cautions[0] and "no RMSNorm" in plain.cautions[0]
+    with pytest.raises(ModelError, match="no RMSNorm"):  # what a person names is done, or refused
+        quantize(source, tmp_path / "q", "W8A8", transforms=("rotation",), calibration_windows=1, self_samples=0)
 
 
 def test_an_unknown_effort_is_answered_with_the_closest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -182,8 +183,27 @@ def test_a_gram_matrix_is_the_mean_outer_product_whatever_the_batches() -> None:
     assert torch.allclose(gathered.gram.double(), x.double().T @ x.double() / len(x), rtol=1e-3, atol=1e-5)
     assert torch.allclose(gathered.mean_magnitude, x.abs().mean(dim=0), rtol=1e-4)
     assert gathered.largest == x.abs().max()
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        gathered.add(torch.full((1, FEATURES), float("inf")))
+    gathered.require_finite()
+    for broken in ("inf", "nan", "-inf"):
+        other = InputStatistics.empty(FEATURES)
+        other.add(torch.full((1, FEATURES), float(broken)))
+        other.add(x)
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            other.require_finite()
+
+
+def test_statistics_of_divided_rows_are_those_of_the_rows_divided() -> None:
+    x, columns = inputs(), torch.linspace(0.1, 3, FEATURES)
+    gathered, wanted = InputStatistics.empty(FEATURES), InputStatistics.empty(FEATURES)
+    for part in x.split(100):
+        gathered.add(part, 10)
+        wanted.add(part / columns, 10)
+    found = gathered.divided(columns)
+    for part in ("gram", "mean_magnitude", "peaks", "largest", "sample"):
+        torch.testing.assert_close(getattr(found, part), getattr(wanted, part), rtol=1e-4, atol=1e-6)
+    assert found.tokens == wanted.tokens and found.sample is not None and len(found.sample) == 10 * -(-len(x) // 100)
+    assert found.percentile(99) == pytest.approx(float(wanted.percentile(99)), rel=0.25)  # of fewer rows
+    assert replace(gathered, sample=None).divided(columns).histogram is None
 
 
 def test_every_link_of_the_failure_chain() -> None:

@@ -92,6 +92,13 @@ def test_underscores_and_dashes_are_one(cli: Cli, model: Path, tmp_path: Path) -
     assert (tmp_path / "q" / "config.json").exists()
 
 
+def test_what_was_asked_for_is_no_fallback(cli: Cli, model: Path, tmp_path: Path) -> None:
+    options = ("--calibration-windows", 2, "--calibration-length", 32, "--self-samples", 0)
+    code, out, _ = cli("quantize", model, "-o", tmp_path / "q", "--group-size", 32, *options)
+    assert code == 0 and "Remarks on 14 layers" in out and "asymmetric term in" in out
+    assert "Note:" not in out
+
+
 def test_verify_passes_and_fails(cli: Cli, model: Path, quantized: Path, tmp_path: Path) -> None:
     found = loads(cli("verify", quantized, "--against", model, "--json"))
     assert found["passed"] and {"decoded weights", "forward pass"} <= {check["name"] for check in found["checks"]}

@@ -44,6 +44,12 @@ def test_a_model_does_not_diverge_from_itself(model: Path) -> None:
     assert found.logit_cosine == pytest.approx(1, abs=1e-6) and found.perplexity == found.reference_perplexity
 
 
+def test_scoring_leaves_gradients_as_they_were(model: Path) -> None:
+    with torch.enable_grad():
+        divergence(load(model, device="cpu"), load(model, device="cpu"), windows())
+        assert torch.is_grad_enabled()
+
+
 def test_divergence_is_kl_of_reference_to_model(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "q", "W2A16", group_size=32, effort="fast")
     ours, reference = load(tmp_path / "q", device="cpu"), load(model, device="cpu")

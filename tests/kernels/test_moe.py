@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels import native, probe
-from fewbit.kernels.interface import Numerics
+from fewbit.kernels.interface import Numerics, Prepared
+from fewbit.kernels.moe.cpu_experts import described
 from fewbit.kernels.moe.interface import MoeKernel, MoeRequest
 from fewbit.kernels.moe.reference import MoeReference
 from fewbit.kernels.oracles.int8 import Int8MoeBackend, select_int8_moe_backend
@@ -95,6 +96,32 @@ def test_threads_change_no_bit(instruction_set: str, name: str) -> None:
             results.append(kernel.run(x, ready, chosen, weights))
         torch.set_num_threads(1)
         assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_the_router_have_any_dtype(instruction_set: str, dtype: torch.dtype) -> None:
+    key, sizes = COVERED["W8A8"], (5, 64, 48)
+    w13, w2 = stacks(key, sizes)
+    x, (chosen, weights) = torch.randn(7, 64), routing(7, 5, 3)
+    weights = weights.to(dtype)
+    for kernel, request in admitted(key, sizes, "f32"):
+        ready = kernel.prepare(w13, w2, request)
+        found = kernel.run(x, ready, chosen, weights)
+        assert torch.equal(found, kernel.run(x, ready, chosen, weights.float()))
+
+
+def test_experts_are_described_to_the_library_once(instruction_set: str) -> None:
+    """And again where they lie elsewhere."""
+    key, sizes = COVERED["W4A16 g32"], (3, 64, 48)
+    x, (chosen, weights) = torch.randn(2, 64), routing(2, 3)
+    for kernel, request in admitted(key, sizes, "f32"):
+        ready = kernel.prepare(*stacks(key, sizes), request)
+        moved = Prepared({name: tensor.clone() for name, tensor in ready.tensors.items()}, ready.constants)
+        first, before = kernel.run(x, ready, chosen, weights), described.cache_info().misses
+        assert torch.equal(kernel.run(x, ready, chosen, weights), first)
+        assert described.cache_info().misses == before
+        assert torch.equal(kernel.run(x, moved, chosen, weights), first)
+        assert described.cache_info().misses == before + 1
 
 
 def test_integer_products_are_exact(instruction_set: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from fewbit.errors import OutputError, SchemeError
+from fewbit.errors import OutputError
 from fewbit.evaluation.verify import verify
 from fewbit.models.load import load
 from fewbit.models.quantization.quantize import QuantizeOptions, quantize
@@ -48,17 +47,11 @@ def test_the_asymmetric_term_says_where_it_was_kept(tmp_path: Path, family: str)
         for held in (10**9, 0)
     ]  # fmt: skip
     layers = [report["layers"] for report in reports]
-    inside = [layer for layer in layers[0] if layer.get("method", "").startswith("gptq")]
-    assert inside and all("asymmetric term in" in one["method"] for one in inside if ".experts." not in one["name"])
+    inside = [layer for layer in layers[0] if layer["method"] == "gptq"]
+    assert inside and all("asymmetric term in" in one["remarks"][0] for one in inside if ".experts." not in one["name"])
+    page, card = ((tmp_path / "held-0" / name).read_text() for name in ("quantization_report.html", "README.md"))
+    assert all(one["remarks"][0] in page for one in inside if one["remarks"])
+    assert page.count("<td>gptq</td>") == len(inside) + 1 + 1  # a row each, one group of all, and the algorithm
+    assert f"{sum(bool(one['remarks']) for one in layers[0])} of {len(layers[0])} have some" in card
     hashes = [{layer["name"]: layer.get("sha256") for layer in found} for found in layers]
     assert hashes[0] == hashes[1]
-
-
-def test_kept_statistics_know_of_no_difference(tmp_path: Path) -> None:
-    source = save_tiny_model(tmp_path / "model")
-    with pytest.raises(SchemeError, match="asymmetric"):
-        quantize(
-            source, tmp_path / "out", group_size=16, algorithm="gptq", settings={"asymmetric": 0.5},
-            keep_statistics=tmp_path / "kept", **CALIBRATION,
-        )  # fmt: skip
-    assert not (tmp_path / "kept").exists() and torch.get_default_dtype() == torch.float32

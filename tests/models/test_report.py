@@ -113,7 +113,7 @@ def test_hostile_names_stay_words(quantized: Path) -> None:
         "plain": {HOSTILE: HOSTILE},
         "kept": [HOSTILE],
     }
-    report["layers"][0] |= {"name": HOSTILE, "method": HOSTILE, "note": HOSTILE}
+    report["layers"][0] |= {"name": HOSTILE, "method": HOSTILE, "remarks": [HOSTILE]}
     write_report(quantized, report)
     seen = assert_harmless((quantized / "quantization_report.html").read_text())
     assert "<script>alert(1)</script>" in seen.words

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fewbit.algorithms.registry import algorithm
+from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import CheckpointError, ModelError, SchemeError
 from fewbit.evaluation.verify import verify
@@ -23,6 +24,7 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.names import build_on_meta, read_config
 from fewbit.models.quantization.block_stream import BlockStream
 from fewbit.models.quantization.quantize import QuantizeOptions, quantize
+from fewbit.models.quantization.transforms.evidence import StreamEvidence
 from fewbit.models.quantization.transforms.interface import Consumer, Observation, ScalingTask
 from fewbit.models.quantization.transforms.probe import BlockProbe
 from fewbit.models.quantization.transforms.registry import parse_transform, transforms
@@ -106,9 +108,9 @@ def transformed(folder: Path, texts: list[str], output: Path) -> list[dict[str, 
     stream = BlockStream(model, partial.filled, torch.arange(128).reshape(4, 32) * 7 % 250, batch=2)
     tensors = {}
     names = {name: partial.destinations.tensor(name) for name in done.weights.headers}
-    entries = done.enter(stream, "")
+    entries = done.enter(StreamEvidence(stream), "")
     for block in blocks_of(model):
-        entries = entries + done.enter(stream, block)
+        entries = entries + done.enter(StreamEvidence(stream), block)
         tensors |= {name: done.weights.plain(name) for name, to in names.items() if to.startswith(f"{block}.")}
         stream.gather(block, {})
     tensors |= {name: done.weights.plain(name) for name in done.weights.headers if name not in tensors}
@@ -229,18 +231,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, text: s
     assert not (tmp_path / "q").exists()
 
 
-def test_kept_statistics_are_of_other_weights(tmp_path: Path) -> None:
-    source = save_tiny_model(tmp_path / "model")
-    with pytest.raises(SchemeError, match="before awq chooses scales"):
-        options = {"algorithm": "gptq", "transforms": ("awq",), "keep_statistics": tmp_path / "s"}
-        quantize(source, tmp_path / "q", "W4A16", group_size=32, **options)
-
-
 def scaling_task(scheme: str, chooses: str) -> ScalingTask:
     """One norm whose output two matrices read, on correlated inputs."""
-    seen = Observation.empty(FEATURES, CPU)
+    seen = Observation(InputStatistics.empty(FEATURES))
     for part in inputs().split(256):
-        seen.add(part, 64)
+        seen.statistics.add(part, 64)
     mapping = ScaleMapping("norm", ("a", "b"), torch.arange(FEATURES), FEATURES, norm=True)
     key = keys()[scheme]
     consumers = [Consumer(weight()[:24].float(), key), Consumer(weight()[24:].float(), key, 0.5)]

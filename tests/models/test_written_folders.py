@@ -53,8 +53,8 @@ def test_experts_that_no_token_reached_b49_b51(scheme: str, suffix: str, tmp_pat
     reached = [layer for layer in experts if layer["tokens"]]
     missed = [layer for layer in experts if layer["tokens"] == 0]
     assert len(reached) == 3 * 2 and len(missed) == 3 * 6
-    assert all(layer["note"] == "" for layer in reached)
-    assert all("no calibration token" in layer["note"] and "siblings" in layer["note"] for layer in missed)
+    assert all(layer["remarks"] == [] for layer in reached)
+    assert all("no calibration token" in layer["remarks"][0] and "siblings" in layer["remarks"][0] for layer in missed)
     assert len({layer["method"] for layer in experts}) == 1
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -74,7 +74,7 @@ def test_without_calibration_no_tokens_are_claimed_b51(tmp_path: Path) -> None:
     report = quantize(
         save_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "q", "W4A16", group_size=32, effort="fast"
     )
-    assert {(layer["tokens"], layer["note"]) for layer in report["layers"]} == {(None, "")}
+    assert {(layer["tokens"], *layer["remarks"]) for layer in report["layers"]} == {(None,)}
     assert len([layer for layer in report["layers"] if ".experts." in layer["name"]]) == 2 * 3 * 4
 
 

@@ -122,6 +122,21 @@ def test_a_long_text_is_attended_to_whole(folder: Any, name: str, scheme: str) -
         assert_same_logits(loaded(folder("llama", scheme)), tokens, 595, ROUNDED if scheme == "W8A8" else None)
 
 
+@pytest.mark.parametrize("scheme", [PLAIN, "W4A16", "W8A8"])
+def test_threads_change_no_bit_of_a_prompt(folder: Any, scheme: str) -> None:
+    """Two and three threads divide layers by tokens, five by features, as any number does what is left at the end."""
+    model, tokens, found = loaded(folder("qwen3", scheme)), torch.randint(0, VOCABULARY, (192 + 40,)), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            step = DecodeStep(model, len(tokens))
+            found.append((step(tokens), step.cache.keys, step.cache.values))
+    finally:
+        torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_prompt_may_come_in_pieces(folder: Any, threads: int) -> None:
     """Each token's keys, values and logits are what they are whichever tokens are beside it."""

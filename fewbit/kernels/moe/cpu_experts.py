@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from fewbit.kernels.linear.integer_activations import Rule, activation_obstacles
 from fewbit.kernels.linear.obstacles import compiled_obstacles, record_obstacles
 from fewbit.kernels.moe.interface import MoeKernel, MoeRequest
 from fewbit.kernels.moe.reference import fake_output
-from fewbit.kernels.native import DTYPES, LinearLayer, call_experts
+from fewbit.kernels.native import DTYPES, LinearLayer, address, call_experts, instruction_set
 from fewbit.kernels.operations import define
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.numerics.join import split, unstack
@@ -57,16 +58,20 @@ class CpuExperts(MoeKernel):
             blocks = [prepare_blocks(record, fields).tensors for record in records]
             tensors |= {f"{name}_{role}": torch.stack([block[role] for block in blocks]) for role in blocks[0]}
         rule = None if request.key.activation is None else Rule.of(request.key.activation)
-        rounding = [1, 0, 0, 0] if rule is None else [2, int(rule.per_token), rule.low, rule.high]
-        return Prepared(tensors, {"intermediate": request.intermediate} | dict(zip(_ROUNDING, rounding, strict=True)))
+        rounding = (LinearLayer.WEIGHT_ONLY, 0, 0, 0)
+        if rule is not None:
+            rounding = (LinearLayer.INTEGER, int(rule.per_token), rule.low, rule.high)
+        numbers = (request.experts, request.hidden, request.intermediate, *rounding)
+        return Prepared(tensors, dict(zip(_NUMBERS, numbers, strict=True)))
 
     def run(self, x: Tensor, prepared: Prepared, chosen: Tensor, weights: Tensor) -> Tensor:
-        layers = ([prepared.tensors.get(f"{name}_{role}") for role in _ROLES] for name in _LAYERS)
-        rounding = [prepared.constants[name] for name in _ROUNDING]
-        return _operation(x, chosen, weights, *layers, prepared.constants["intermediate"], rounding)
+        tensors, constants = prepared.tensors, prepared.constants
+        stacks = [tensors.get(name) for name in _TENSORS]
+        return _operation(x, chosen, weights, stacks, [constants[name] for name in _NUMBERS])
 
 
-_ROUNDING = ("arithmetic", "per_token", "low", "high")
+_TENSORS = tuple(f"{layer}_{role}" for layer in _LAYERS for role in _ROLES)
+_NUMBERS = ("count", "hidden", "intermediate", "arithmetic", "per_token", "low", "high")
 
 
 def _obstacles(request: MoeRequest, hardware: Hardware) -> Iterator[str]:
@@ -101,49 +106,47 @@ class _Experts(ctypes.Structure):
     )
 
 
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "y", "chosen", "weights")),
-        *((name, ctypes.c_int64) for name in ("tokens", "per_token", "threads")),
-    )
+@lru_cache(maxsize=1024)
+def described(dtype: int, numbers: tuple[int, ...], addresses: tuple[int | None, ...]) -> _Experts:
+    """The experts as the library takes them: made once for stacks that stay where they are."""
+    count, hidden, intermediate, arithmetic, per_token, low, high = numbers
+    layers = []
+    for first in range(0, len(addresses), len(_ROLES)):
+        pointers = dict(zip(_ROLES, addresses[first : first + len(_ROLES)], strict=True))
+        layers.append(LinearLayer(arithmetic=arithmetic, per_token=per_token, low=low, high=high, **pointers))
+    return _Experts(dtype, count, hidden, intermediate, *layers)
 
 
-def _experts(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    gate: list[Tensor | None],
-    up: list[Tensor | None],
-    down: list[Tensor | None],
-    intermediate: int,
-    rounding: list[int],
-) -> Tensor:
-    hidden, shape = x.shape[-1], gate[0]
-    assert shape is not None
-    if x.dim() != 2 or hidden != int(shape[0, 1]) or chosen.shape != weights.shape or len(chosen) != len(x):
+def _experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor | None], numbers: list[int]) -> Tensor:
+    hidden = numbers[1]
+    if x.dim() != 2 or x.shape[1] != hidden or chosen.shape != weights.shape or len(chosen) != len(x):
         raise RuntimeError(
-            f"tokens [T, {int(shape[0, 1])}] and experts and weights [T, k] are needed, found {list(x.shape)}, "
+            f"tokens [T, {hidden}] and experts and weights [T, k] are needed, found {list(x.shape)}, "
             f"{list(chosen.shape)} and {list(weights.shape)}"
         )
-    x, chosen, weights = x.contiguous(), chosen.long().contiguous(), weights.float().contiguous()
+    x, chosen, weights = x.contiguous(), chosen.long().contiguous(), weights.contiguous()
+    if weights.dtype not in DTYPES:
+        weights = weights.float()
     y = torch.empty_like(x)
-    numbers = dict(zip(_ROUNDING, rounding, strict=True))
-    arithmetic = numbers.pop("arithmetic")
-    layers = [
-        LinearLayer.of(arithmetic, {r: t for r, t in zip(_ROLES, own, strict=True) if t is not None}, None, **numbers)
-        for own in (gate, up, down)
-    ]
-    experts = _Experts(DTYPES[x.dtype], len(shape), hidden, intermediate, *layers)
-    pointers = (tensor.data_ptr() for tensor in (x, y, chosen, weights))
-    routing = _Routing(*pointers, len(x), chosen.shape[-1], torch.get_num_threads())
     if len(x):
-        call_experts(ctypes.addressof(experts), ctypes.addressof(routing))
+        experts = described(DTYPES[x.dtype], tuple(numbers), tuple(map(address, stacks)))
+        call_experts(
+            ctypes.addressof(experts),
+            x.data_ptr(),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            DTYPES[weights.dtype],
+            chosen.shape[-1],
+            y.data_ptr(),
+            len(x),
+            torch.get_num_threads(),
+            instruction_set(),
+        )
     return y
 
 
 _operation = define(
-    "experts_cpu(Tensor x, Tensor chosen, Tensor weights, Tensor?[] gate, Tensor?[] up, Tensor?[] down, "
-    "int intermediate, int[] rounding) -> Tensor",
+    "experts_cpu(Tensor x, Tensor chosen, Tensor weights, Tensor?[] stacks, int[] numbers) -> Tensor",
     _experts,
     fake_output,
 )

@@ -265,7 +265,6 @@ class _Conversion:
                 loss=None,
                 clipped=None,
                 tokens=None,
-                note="",
             )
         )
         if isinstance(treatment, CarriedOver) and str(layer.stored.key) != written.key:

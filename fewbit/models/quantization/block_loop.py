@@ -21,7 +21,7 @@ from fewbit.checkpoints.registry import formats
 from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.checkpoints.unit_folder import FinishedUnit
 from fewbit.checkpoints.work_folder import WorkFolder
-from fewbit.errors import ModelError, OutputError
+from fewbit.errors import CheckpointError, ModelError, OutputError
 from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
@@ -36,6 +36,7 @@ from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.row_shares import put_together
 from fewbit.models.quantization.solver import LayerSolver
 from fewbit.models.quantization.statistics import BlockStatistics, StatisticsStore
+from fewbit.models.quantization.transforms.evidence import KeptEvidence, StreamEvidence
 from fewbit.models.quantization.transforms.registry import of_recipe
 from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.models.quantization.written import LayerWriter, WrittenLayer
@@ -110,7 +111,7 @@ class Run:
                 if number >= finished:
                     self._finish(finishing, work, self._unit(stream, block))
                 elif stream is not None and block:
-                    self.transforms.enter(stream, block)
+                    self.transforms.enter(StreamEvidence(stream, self.ranks), block)
                     stream.replay(block, self._finished_weights(block, work.unit(number)))
                 self.progress(sum(nbytes(self.folder.headers[name]) for name in names))
 
@@ -121,12 +122,14 @@ class Run:
 
     def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
         """What a unit became; None in processes that do not write."""
-        transforms = self.transforms.enter(stream, block)
         written: Mapping[str, WrittenLayer] = {}
         if block and self.store is not None:
-            written = self._by_statistics(self.store.block(list(self.units).index(block) - 1, self.device))
-        elif block and stream is not None:
-            written = self._through(stream, block)
+            kept = KeptEvidence(self.store.block(list(self.units).index(block) - 1, self.device))
+            transforms = self.transforms.enter(kept, block)
+            written = self._by_statistics(kept.statistics)
+        else:
+            transforms = self.transforms.enter(None if stream is None else StreamEvidence(stream, self.ranks), block)
+            written = self._through(stream, block) if block and stream is not None else {}
         if not self.ranks.writes:
             return None
         tensors: dict[str, Tensor] = {}
@@ -178,6 +181,9 @@ class Run:
         batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
         compares = self.algorithm.compares_inputs
         how = {"reference": tunes or compares, "compares": compares, "most_held": self.most_held, "ranks": self.ranks}
+        keys = [layer.key.activation for layer in self.layers.values() if layer.key]
+        partly = self.plan.recipe.activation_percentile < 100 and any(needs_calibration(key) for key in keys)
+        how["histograms"] = partly
         return BlockStream(self.model, self.partial.filled, windows, batch, **how)
 
     def _through(self, stream: BlockStream, block: str) -> dict[str, WrittenLayer]:
@@ -192,7 +198,7 @@ class Run:
         written: dict[str, WrittenLayer] = {}
         seen: dict[str, InputStatistics] = {}
         self.solver.seen = seen
-        stream.watch = CacheWatch()
+        stream.watch = CacheWatch() if self.cache_key is not None and needs_calibration(self.cache_key) else None
 
         def finish(results: Mapping[str, LayerResult]) -> dict[str, Tensor]:
             found = self._written(results)
@@ -222,7 +228,9 @@ class Run:
             seen.update(stream.gather(block, inside))
             for name, statistics in seen.items() if self.ranks.writes else ():
                 written |= self._written(self.solver.solve([name], statistics))
-        self.watch = CacheWatch(self.ranks.largest(stream.watch.largest))
+        if stream.watch is not None:
+            seen_cached = {side: largest.cpu() for side, largest in stream.watch.largest.items()}
+            self.watch = CacheWatch(self.ranks.largest(seen_cached))
         return written
 
     def _solve_together(self, names: list[str], statistics: InputStatistics) -> dict[str, LayerResult]:
@@ -261,7 +269,10 @@ class Run:
         modules = [name for name in by_module(self.folder.headers) if place(name).startswith(f"{block}.")]
         for attention in attention_modules(modules):
             for side in ("k", "v"):
-                scale = self.watch.scale(side, self.cache_key)
+                try:
+                    scale = self.watch.scale(side, self.cache_key)
+                except ValueError as error:
+                    raise CheckpointError(f"{attention}: {error}.", "Repair the source model.") from error
                 if scale is None:
                     raise ModelError(f"{attention} caches nothing that can be seen.", "Leave the KV cache unquantized.")
                 yield self.checkpoint.cache_scale(attention, side), scale

@@ -63,6 +63,7 @@ class BlockStream:
         compares: whether `solve` gets statistics of how inputs differ between the two; needs `reference`.
         most_held: bytes that the passes of all batches may hold while they wait at a layer, beside the states.
         ranks: the processes that carry the other windows.
+        histograms: whether statistics count magnitudes, for percentiles.
 
     Attributes:
         watch: sees what the block at hand would cache, while it is set.
@@ -78,8 +79,9 @@ class BlockStream:
         most_held: int = MOST_HELD,
         ranks: Ranks = ALONE,
         compares: bool = False,
+        histograms: bool = True,
     ) -> None:
-        self.compares = compares
+        self.compares, self.histograms = compares, histograms
         self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
         self.states: list[Tensor] = []
@@ -94,13 +96,16 @@ class BlockStream:
             self.states.append(state)
         self.arguments[path].append(arguments)
 
-    def gather(self, path: str, layers: Mapping[str, str], grams: bool = False) -> dict[str, InputStatistics]:
+    def gather(
+        self, path: str, layers: Mapping[str, str], grams: bool = False, sample: int = 0
+    ) -> dict[str, InputStatistics]:
         """Carries the states through the block at `path` as it is and gathers the inputs of its linear layers.
 
         Args:
             path: the block's, in the model.
             layers: name of a layer, whatever the caller calls it -> its path in the model.
-            grams: whether Gram matrices and mean magnitudes are gathered too.
+            grams: whether Gram matrices, and mean and largest magnitudes of features, are gathered too.
+            sample: rows of each batch that are kept.
 
         Returns:
             Layer name -> statistics of its input; layers that read one input share one object.
@@ -114,8 +119,7 @@ class BlockStream:
                 found[name] = found[first[1]]
             elif first is None or found.get(name) is not found[first[1]]:
                 met.append((x, name, name not in found))
-                features = x.shape[-1] if grams else None
-                found.setdefault(name, InputStatistics.empty(features, x.device)).add(x)
+                found.setdefault(name, self._begin(x, grams)).add(x, sample)
 
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
@@ -124,6 +128,10 @@ class BlockStream:
                     self.states[index] = self._forward(block, path, index)
                     met.clear()
         return self.ranks.totals({name: found.get(name) or InputStatistics.empty() for name in layers})
+
+    def _begin(self, x: Tensor, grams: bool = True) -> InputStatistics:
+        """Statistics that have seen nothing yet, of an input like x."""
+        return InputStatistics.empty(x.shape[-1] if grams else None, x.device, self.histograms)
 
     def replay(self, path: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Carries the states through a block whose new weights are known.
@@ -134,8 +142,8 @@ class BlockStream:
         """
         with self.filled(path), torch.no_grad():
             block = self.model.get_submodule(path)
-            for index, state in enumerate(self.reference):
-                self.reference[index] = self._forward(block, path, index, state)
+            for index in range(len(self.reference)):
+                self.reference[index] = self._forward_reference(block, path, index)
             for location, weight in weights:
                 self.model.get_submodule(location).weight.copy_(weight)
             for index in range(len(self.states)):
@@ -177,9 +185,10 @@ class BlockStream:
             kind = RepeatedPasses if beside * held * len(self.states) > self.most_held else HeldPasses
             reference = self._unquantized(block, path, kind is RepeatedPasses) if self.compares else None
             if reference is None:
-                for index, state in enumerate(self.reference):
-                    self.reference[index] = self._forward(block, path, index, state)
-            passes = kind(lambda index: self._forward(block, path, index), len(self.states), groups, reference)
+                for index in range(len(self.reference)):
+                    self.reference[index] = self._forward_reference(block, path, index)
+            count = len(self.states)
+            passes = kind(lambda index: self._forward(block, path, index), count, groups, reference, self._begin)
             with self._before_each(layers, passes.stop):
                 while (group := self.ranks.earliest(passes.waiting())) is not None:
                     features = self.model.get_submodule(layers[groups[group][0]]).in_features
@@ -200,7 +209,7 @@ class BlockStream:
         """The unquantized model's passes; with a copy of its weights where they begin anew when these are replaced."""
         tokens = [state.shape[:-1].numel() for state in self.reference]
         if not repeated:
-            return Reference(lambda index: self._forward(block, path, index, self.reference[index]), tokens)
+            return Reference(lambda index: self._forward_reference(block, path, index), tokens)
         weights = {name: parameter.clone() for name, parameter in block.named_parameters()}
 
         def forward(index: int) -> Tensor:
@@ -225,6 +234,10 @@ class BlockStream:
         if self.watch is not None:
             arguments = arguments | {name: self.watch for name in _CACHE_ARGUMENTS if name in arguments}
         return _state_of(block(self.states[index] if state is None else state, **arguments))
+
+    def _forward_reference(self, block: nn.Module, path: str, index: int) -> Tensor:
+        """What the block makes of the unquantized model's state; nobody watches what it would cache."""
+        return _state_of(block(self.reference[index], **self.arguments[path][index]))
 
     def _before_each(
         self, layers: Mapping[str, str], call: Callable[[str, Tensor], None]

@@ -19,11 +19,11 @@ class InputSeen:
 
     Attributes:
         tokens: of the calibration text that reached it; None where nothing was calibrated.
-        note: what was done for want of tokens, empty where there were some.
+        remark: what was done for want of tokens, empty where there were some.
     """
 
     tokens: int | None = None
-    note: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LayerOutcome:
         loss: see `LayerResult`.
         clipped: share of the weights beyond the last code of their scale; None where groups have no fixed place.
         tokens: of the calibration text that reached it; None where nothing was calibrated.
-        note: what was done for want of tokens, empty where there were some.
+        remarks: see `LayerResult`; and what was done for want of tokens.
     """
 
     name: str
@@ -51,7 +51,7 @@ class LayerOutcome:
     loss: float | None
     clipped: float | None
     tokens: int | None
-    note: str
+    remarks: tuple[str, ...] = ()
 
 
 def outcome_of(layer: PlannedLayer, weight: Tensor, written: WrittenLayer, seen: InputSeen) -> LayerOutcome:
@@ -76,7 +76,7 @@ def outcome_of(layer: PlannedLayer, weight: Tensor, written: WrittenLayer, seen:
         written.result.loss,
         None if {"order", "minimum", "codebook"} & reread.tensors.keys() else clipped_share(weight, reread),
         seen.tokens,
-        seen.note,
+        (*written.result.remarks, *filter(None, [seen.remark])),
     )
 
 

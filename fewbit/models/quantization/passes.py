@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from fewbit.algorithms.statistics import InputStatistics
 
+Begin = Callable[[Tensor], InputStatistics]
+"""An input -> statistics that have seen nothing yet."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -50,6 +53,7 @@ class Passes(ABC):
         count: batches.
         groups: layers by the input they read, in the order in which their weights become final.
         reference: the passes of the unquantized model; None where its inputs are not asked for.
+        begin: see `Begin`; by default all that statistics can tell.
 
     Attributes:
         final: layers whose weight is final; the caller adds to it.
@@ -63,11 +67,13 @@ class Passes(ABC):
         count: int,
         groups: Sequence[Sequence[str]],
         reference: Reference | None = None,
+        begin: Begin | None = None,
     ) -> None:
         self.final: set[str] = set()
         self.outputs: list[Tensor] = []
         self.reference_outputs: list[Tensor] = []
         self._reference = reference
+        self._begin = begin or (lambda x: InputStatistics.empty(x.shape[-1], x.device))
         self._forward, self._count = forward, count
         self._group = {name: index for index, names in enumerate(groups) for name in names}
 
@@ -90,21 +96,18 @@ class Passes(ABC):
         To be called once for a group, before its layers have their new weights.
         """
 
+    def _added(self, statistics: InputStatistics | None, x: Tensor, unquantized: Tensor | None) -> InputStatistics:
+        statistics = statistics or self._begin(x)
+        statistics.add(x)
+        if unquantized is not None:
+            statistics.compare(x, unquantized)
+        return statistics
+
 
 class HeldPasses(Passes):
     """One coroutine for each batch, and one more where the unquantized model runs beside it."""
 
-    def __init__(
-        self,
-        forward: Callable[[int], Tensor],
-        count: int,
-        groups: Sequence[Sequence[str]],
-        reference: Reference | None = None,
-    ) -> None:
-        super().__init__(forward, count, groups, reference)
-        self._passes = [_Pass(greenlet(forward), (index,)) for index in range(count)]
-        self._references = [_Pass(greenlet(reference.forward), (index,)) for index in range(count)] if reference else []
-        self._begun, self._beyond, self._in_reference = False, -1, False
+    _begun, _beyond, _in_reference = False, -1, False
 
     def stop(self, name: str, x: Tensor) -> None:
         """Called in a pass that is about to run a layer on x."""
@@ -116,6 +119,8 @@ class HeldPasses(Passes):
 
     def waiting(self) -> int | None:
         if not self._begun:
+            self._passes = self._coroutines(self._forward)
+            self._references = self._coroutines(self._reference.forward) if self._reference else []
             self._run_references(-1)
         for one in self._passes:
             if not self._begun or one.layer in self.final:
@@ -132,9 +137,12 @@ class HeldPasses(Passes):
         found = None
         for index, one in enumerate(self._passes):
             if one.layer is not None and self._group[one.layer] == group:
-                found = _added(found, one.input, self._beside(index, one.input, group))
+                found = self._added(found, one.input, self._beside(index, one.input, group))
         self._run_references(group)
         return found
+
+    def _coroutines(self, forward: Callable[[int], Tensor]) -> list[_Pass]:
+        return [_Pass(greenlet(forward), (index,)) for index in range(self._count)]
 
     def _beside(self, index: int, x: Tensor, group: int) -> Tensor | None:
         """What the unquantized model's pass brought to the group, where it can be compared with x."""
@@ -167,7 +175,7 @@ class RepeatedPasses(Passes):
                 output = self._forward(index)
             except _Stopped as stopped:
                 beside = self._beside(index, stopped.input, stopped.group)
-                self._seen[stopped.group] = _added(self._seen.get(stopped.group), stopped.input, beside)
+                self._seen[stopped.group] = self._added(self._seen.get(stopped.group), stopped.input, beside)
                 self.outputs = []
             else:
                 self.outputs += [] if self._seen else [output]
@@ -187,14 +195,6 @@ class RepeatedPasses(Passes):
 
     def statistics(self, group: int) -> InputStatistics | None:
         return self._seen.get(group)
-
-
-def _added(statistics: InputStatistics | None, x: Tensor, unquantized: Tensor | None = None) -> InputStatistics:
-    statistics = statistics or InputStatistics.empty(x.shape[-1], x.device)
-    statistics.add(x)
-    if unquantized is not None:
-        statistics.compare(x, unquantized)
-    return statistics
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error, it ends a forward pass early

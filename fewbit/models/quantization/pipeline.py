@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fewbit.models.quantization.transforms.registry import of_recipe
 from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.models.report.facts import RECIPE_FILE, REPORT_FILE
 from fewbit.models.report.files import write_report
+from fewbit.numerics.activations import needs_calibration
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 CALIBRATION_WINDOWS = 32
@@ -147,20 +149,18 @@ def _statistics(
             f"{plan.recipe.algorithm} tunes blocks on what they put out, which kept statistics do not tell.",
             "Use another algorithm, gptq for one, or leave --keep-statistics out.",
         )
-    if chosen.compares_inputs:
+    cached, transforms = plan.recipe.scheme.kv_cache, of_recipe(plan.recipe.transforms)
+    scaling = [one.name for one in transforms if one.scales_values]
+    if scaling and cached is not None and needs_calibration(cached):
         raise SchemeError(
-            "The asymmetric term needs inputs of quantized layers, and kept statistics are of the unquantized model.",
-            "Leave --set asymmetric or --keep-statistics out.",
-        )
-    by_data = [one.name for one in of_recipe(plan.recipe.transforms) if one.needs_statistics]
-    if by_data:
-        raise SchemeError(
-            f"Kept statistics are gathered before {by_data[0]} chooses scales, which changes what layers read.",
-            "Leave --transform or --keep-statistics out; rotation may stay.",
+            f"Kept statistics hold what a KV cache would before {scaling[0]} scales the values.",
+            "Leave --kv-cache, --transform or --keep-statistics out.",
         )
     store, weights = StatisticsStore(folder), None
-    if plan.recipe.transforms:
-        config, keys = read_config(source), {layer.name: layer.key for layer in plan.quantized if layer.key}
-        weights = Transformations(plan.recipe, keys, TensorFolder(source), config, torch.device(device)).weights
-    store.complete(source, calibration, device, weights, plan.recipe.transforms)
+    # What chooses by data divides inputs afterwards; what does not is in the weights that statistics are gathered with.
+    before = tuple(one.record for one in transforms if not one.needs_statistics)
+    if before:
+        recipe = replace(plan.recipe, transforms=before)
+        weights = Transformations(recipe, {}, TensorFolder(source), read_config(source), torch.device(device)).weights
+    store.complete(source, calibration, device, weights, before)
     return store

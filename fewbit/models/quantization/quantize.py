@@ -30,6 +30,7 @@ from fewbit.models.quantization.plan import EMBEDDING, Plan, make_plan
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.self_samples import samples_unasked, self_samples
 from fewbit.models.quantization.texts import read_text
+from fewbit.models.quantization.transforms.possible import allowed
 from fewbit.models.quantization.transforms.registry import parse_transform
 from fewbit.numerics.activations import needs_calibration
 from fewbit.numerics.codebooks import codebook_of
@@ -139,7 +140,17 @@ class QuantizeOptions:
 
     def plan(self, source: str | Path) -> Plan:
         """The plan for a model folder; see `make_plan` for the errors."""
-        return make_plan(source, self.recipe(), self.short_last_group)
+        plan = make_plan(source, self.recipe(), self.short_last_group)
+        recipe, cautions = self.allowed(source, plan.recipe)
+        if not cautions:
+            return plan
+        plan = make_plan(source, recipe, self.short_last_group)
+        return replace(plan, cautions=(*plan.cautions, *cautions))
+
+    def allowed(self, source: str | Path, recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+        """The recipe without what the effort asks for where models allow it and this one does not; see `possible`."""
+        optional = () if self.algorithm or self.transforms else means_for(self.effort, recipe.scheme).optional
+        return allowed(Path(source), recipe, optional)
 
 
 def _candidate(text: str) -> LinearKey:
@@ -213,9 +224,10 @@ def prepare(
         # Samples of the model may end differently on each.
         return plan, ranks.first(calibration_for(source, plan, asked, device))
     calibration = ranks.first(read_calibration(source, asked, device))
+    recipe, cautions = asked.allowed(source, asked.recipe())
     plan = plan_within(
         Path(source),
-        asked.recipe(),
+        recipe,
         budget,
         calibration.windows,
         short_last_group=asked.short_last_group,
@@ -223,7 +235,7 @@ def prepare(
         progress=progress,
         ranks=ranks,
     )
-    return plan, calibration
+    return replace(plan, cautions=(*plan.cautions, *cautions)), calibration
 
 
 def quantize(

@@ -80,10 +80,10 @@ class Ranks:
         return min((found for found in self.everyones(number) if found is not None), default=None)
 
     def totals(self, statistics: dict[str, InputStatistics]) -> dict[str, InputStatistics]:
-        """Tokens and largest magnitudes of what all processes saw, by name."""
+        """Tokens and largest magnitudes of what all processes saw, by name; on the CPU of several."""
         if self.count == 1:
             return statistics
-        found = self.everyones({name: replace(one, products=None, magnitudes=None) for name, one in statistics.items()})
+        found = self.everyones({name: _without_sums(one) for name, one in statistics.items()})
         return {name: _joined([one[name] for one in found]) for name in statistics}
 
     def total(self, statistics: InputStatistics | None, features: int) -> InputStatistics:
@@ -96,10 +96,13 @@ class Ranks:
         own = statistics or InputStatistics.empty(features, self.device)
         if self.count == 1:
             return own
-        found = self.everyones(replace(own, products=None, magnitudes=None, shift=None))
+        found = self.everyones(_without_sums(own))
         if own.shift is None and any(one.shifted for one in found):
             own.shift = torch.zeros(features, features, device=self.device)
-        own = replace(_joined(found), products=own.products, magnitudes=own.magnitudes, shift=own.shift)
+        whole = _joined(found)
+        for name, tensor in _tensors(whole).items():
+            setattr(whole, name, tensor.to(self.device))
+        own = replace(whole, products=own.products, magnitudes=own.magnitudes, shift=own.shift)
         for sums in (own.products, own.magnitudes, own.shift):
             if sums is not None:
                 self.sum_in_place(sums)
@@ -131,14 +134,28 @@ class Ranks:
         return sorted(mine)
 
 
+def _tensors(statistics: InputStatistics) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(statistics).items() if isinstance(value, Tensor)}
+
+
+def _without_sums(statistics: InputStatistics) -> InputStatistics:
+    """What is sent from process to process as a whole: all but the sums over tokens that devices add up, on the CPU."""
+    small = replace(statistics, products=None, magnitudes=None, shift=None)
+    return replace(small, **{name: tensor.cpu() for name, tensor in _tensors(small).items()})
+
+
 def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
-    """What several saw of one input, without Gram matrices."""
+    """What several saw of one input, without sums."""
     histograms = [one.histogram for one in parts if one.histogram is not None]
+    peaks = [one.peaks for one in parts if one.peaks is not None]
+    samples = [one.sample for one in parts if one.sample is not None]
     return InputStatistics(
         torch.stack([one.largest for one in parts]).amax(),
         sum(one.tokens for one in parts),
         shifted=sum(one.shifted for one in parts),
         histogram=torch.stack(histograms).sum(dim=0) if histograms else None,
+        peaks=torch.stack(peaks).amax(dim=0) if peaks else None,
+        sample=torch.cat(samples) if samples else None,
     )
 
 

@@ -56,13 +56,14 @@ def share_of(task: LayerTask, result: LayerResult) -> RowShare:
 def put_together(shares: Sequence[RowShare]) -> LayerResult:
     """The result for the whole layer, from its rows in their order."""
     results = [share.result for share in shares]
-    method = "; ".join(dict.fromkeys(result.method for result in results))
     if len(results) == 1:
         return results[0]
+    method = "; ".join(dict.fromkeys(result.method for result in results))
+    remarks = tuple(dict.fromkeys(remark for result in results for remark in result.remarks))
     losses = [result.loss for result in results if result.loss is not None]
     whole = sum(share.energy for share in shares)
     loss = None
     if len(losses) == len(results):
         parts = sum(own * share.energy for own, share in zip(losses, shares, strict=True))
         loss = parts / whole if whole > 0 else 0.0
-    return LayerResult(join([result.record for result in results]).record, method, loss)
+    return LayerResult(join([result.record for result in results]).record, method, loss, remarks)

@@ -69,6 +69,9 @@ class LayerSolver:
 
     def _solved(self, tasks: list[LayerTask]) -> Iterator[tuple[LayerTask, LayerResult]]:
         try:
+            for statistics in {id(task.statistics): task.statistics for task in tasks}.values():
+                if statistics is not None:
+                    statistics.require_finite()
             found = self._algorithm.quantize_layers(tasks)
         except ValueError as error:
             names = ", ".join(task.name for task in tasks)
@@ -98,7 +101,7 @@ class LayerSolver:
             )
         # What stands in for an expert's input knows no more than the largest of its siblings.
         reached = found.percentile(self._percentile) if found.tokens else found.largest
-        scales = static_input_scales(reached, task.key.activation)
+        scales = static_input_scales(reached.cpu(), task.key.activation)
         return replace(result, record=result.record.with_tensors(**scales))
 
     def input_seen(self, layer: PlannedLayer) -> InputSeen:
@@ -108,11 +111,11 @@ class LayerSolver:
         own = self.seen.get(layer.name)
         if own is not None and own.tokens:
             return InputSeen(own.tokens)
-        note = "no calibration token reached it"
+        remark = "no calibration token reached it"
         if layer.key is None or not needs_calibration(layer.key.activation):
-            return InputSeen(0, note)
+            return InputSeen(0, remark)
         source = "the largest of its siblings" if self._of_siblings(layer.name).largest > 0 else "nothing"
-        return InputSeen(0, f"{note}; its activation scale is from {source}")
+        return InputSeen(0, f"{remark}; its activation scale is from {source}")
 
     def _of_siblings(self, name: str) -> InputStatistics:
         """What stands in for the input of an expert that no token was sent to: the largest that its siblings saw."""

@@ -3,18 +3,18 @@
 They come from the unquantized model: a layer's input is what the layers before it put out as they are. A run that
 quantizes while it carries calibration on ("true sequential") shows each layer what the quantized ones before it put
 out, which is better by a little and good for that run only; one pass over the unquantized model serves every algorithm
-and every width.
+but those that tune blocks, transformations that choose by data, and every width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.checkpoints.output import make_parents
@@ -27,8 +27,16 @@ from fewbit.models.names import build_on_meta, config_dtype, read_config
 from fewbit.models.quantization.block_stream import BlockStream, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.fingerprint import fingerprint_of
+from fewbit.models.quantization.transforms.probe import matrices
 from fewbit.models.quantization.transforms.weights import TransformedWeights
-from fewbit.models.replace import submodule
+
+SAMPLE_ROWS = 512
+"""Rows of each input that are kept as they are, spread over all calibration windows."""
+
+
+def rows_of_each(batches: int) -> int:
+    """How many rows of each batch are kept."""
+    return -(-SAMPLE_ROWS // max(1, batches))
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,23 @@ class BlockStatistics:
 
     Attributes:
         block: its path.
-        inputs: stored name of a linear layer -> statistics of its input with their Gram matrix; layers that read one
-            input share one object.
+        inputs: stored name of a linear layer or a router -> statistics of its input with their Gram matrix; layers that
+            read one input share one object.
         cache: `k` and `v` -> largest magnitude of each head that the block would cache, float32 [heads].
     """
 
     block: str
     inputs: Mapping[str, InputStatistics]
     cache: Mapping[str, Tensor]
+
+    def divided(self, names: Sequence[str], columns: Tensor) -> BlockStatistics:
+        """The same with the inputs of layers divided by `columns`, float32 [K]."""
+        fresh: dict[int, InputStatistics] = {}
+        for name in names:
+            known = self.inputs[name]
+            if known.tokens and id(known) not in fresh:
+                fresh[id(known)] = known.divided(columns)
+        return replace(self, inputs={name: fresh.get(id(known), known) for name, known in self.inputs.items()})
 
     @property
     def groups(self) -> list[tuple[list[str], InputStatistics]]:
@@ -62,7 +79,7 @@ def gather_statistics(
     first: int = 0,
     weights: TransformedWeights | None = None,
 ) -> Iterator[BlockStatistics]:
-    """Statistics of every linear layer of the decoder blocks, block by block; one block of them is in memory.
+    """Statistics of every matrix of the decoder blocks, block by block; one block of them is in memory.
 
     Args:
         source: folder of an unquantized checkpoint.
@@ -86,13 +103,10 @@ def gather_statistics(
         if number < first:
             stream.replay(block, ())
             continue
-        inside = {
-            module: place
-            for module, place in places.items()
-            if place.startswith(f"{block}.") and isinstance(submodule(model, place), nn.Linear)
-        }
+        own = {f"{block}.{name}" for name in matrices(model.get_submodule(block))}
+        inside = {module: place for module, place in places.items() if place in own}
         stream.watch = CacheWatch()
-        found = stream.gather(block, inside, grams=True)
+        found = stream.gather(block, inside, grams=True, sample=rows_of_each(len(stream.states)))
         yield BlockStatistics(block, found, stream.watch.largest)
 
 
@@ -100,6 +114,7 @@ class StatisticsStore:
     """The statistics of a model on a calibration text, in a folder.
 
     Of each Gram matrix the upper triangle is kept, row by row. The mean of the squares of each feature is its diagonal.
+    Some rows of each input are kept as they are, for what rounding does to activations.
 
     Args:
         folder: is created where it does not exist.
@@ -145,7 +160,7 @@ class StatisticsStore:
         inputs: dict[str, InputStatistics] = {}
         for index, facts in enumerate(unit.facts["inputs"]):
             parts: dict[str, Any] = {
-                part: unit.tensors.load(f"{index}.{part}") for part in facts["tensors"] if part != "products"
+                part: unit.tensors.load(f"{index}.{part}").to(device) for part in facts["tensors"] if part != "products"
             }
             if "products" in facts["tensors"]:
                 packed = unit.tensors.load(f"{index}.products").to(device)

@@ -30,7 +30,7 @@ class LayerFacts:
     name: str
     key: str
     method: str
-    note: str
+    remarks: tuple[str, ...]
     shape: tuple[int, ...]
     bits: float | None
     sqnr_db: float | None
@@ -87,7 +87,7 @@ def layers_of(report: Mapping[str, Any]) -> Iterator[LayerFacts]:
             name=text(entry.get("name")),
             key=text(entry.get("key")),
             method=text(entry.get("method")),
-            note=text(entry.get("note")),
+            remarks=tuple(text(remark) for remark in listed(entry.get("remarks"))),
             shape=shape,
             bits=8 * stored / count if stored is not None and count > 0 else None,
             sqnr_db=number(entry.get("sqnr_db")),

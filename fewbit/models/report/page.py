@@ -71,6 +71,7 @@ def facts_of(report: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple
         ("time to quantize", "" if seconds is None else f"{seconds:.1f} s"),
         ("calibration", _calibration(calibration)),
         ("calibration tokens, SHA-256", text(calibration.get("sha256"))),
+        ("remarks on layers", _remarks(report)),
         ("tied embeddings", text(report.get("tie_word_embeddings"))),
         ("written by", versions),
     ]
@@ -106,7 +107,7 @@ def _sections(
     yield from _plain(report)
     yield tag("h2", f"Layers ({len(layers)})")
     yield grid(
-        ("layer", "key", "shape", "bits", "SQNR, dB", "relative output loss", "clipped", "tokens", "method"),
+        ("layer", "key", "shape", "bits", "SQNR, dB", "relative output loss", "clipped", "tokens", "method", "remarks"),
         [_row(layer) for layer in layers],
         (3, 4, 5, 6, 7),
     )
@@ -168,7 +169,7 @@ def _worst(values: Sequence[tuple[LayerFacts, float]]) -> list[tuple[float, floa
 def _methods(layers: Sequence[LayerFacts]) -> Iterator[Element]:
     by_method: dict[str, list[str]] = {}
     for layer in layers:
-        by_method.setdefault(f"{layer.method}{': ' if layer.note else ''}{layer.note}", []).append(layer.name)
+        by_method.setdefault(layer.method, []).append(layer.name)
     yield tag("h2", "What chose the codes")
     yield grid(("method", "layers", "for one"), [(m, str(len(n)), n[0]) for m, n in by_method.items()], (1,))
 
@@ -219,7 +220,8 @@ def _row(layer: LayerFacts) -> tuple[str, ...]:
         "" if layer.loss is None else f"{layer.loss:.3e}",
         _percent(layer.clipped),
         "" if layer.tokens is None else f"{layer.tokens:,}",
-        f"{layer.method}{', ' if layer.note else ''}{layer.note}",
+        layer.method,
+        "; ".join(layer.remarks),
     )
 
 
@@ -236,6 +238,14 @@ def _change(before: float | None, after: float | None) -> str:
         return ""
     share = f" ({after / before:.1%})" if before > 0 else ""
     return f"{before:,.0f} bytes became {after:,.0f}{share}"
+
+
+def _remarks(report: Mapping[str, Any]) -> str:
+    layers = list(layers_of(report))
+    told = [layer for layer in layers if layer.remarks]
+    if not told:
+        return ""
+    return f"{len(told)} of {len(layers)} have some; {told[0].name}: {'; '.join(told[0].remarks)}"
 
 
 def _calibration(record: Mapping[str, Any]) -> str:

@@ -67,6 +67,7 @@ class Awq(Transform):
     name: ClassVar[str] = "awq"
     Settings: ClassVar[type] = AwqSettings
     needs_statistics: ClassVar[bool] = True
+    scales_values: ClassVar[bool] = True
 
     def choose(self, task: ScalingTask) -> Scaling:
         trial = _Trial.of(task, self.settings.rows)
@@ -148,9 +149,8 @@ class _Trial:
         """Relative output error of the consumers, each weighted by its share of the tokens."""
         statistics = self.task.seen.statistics
         scales = self.task.seen.largest.new_ones(()) if columns is None else columns
-        if columns is not None and statistics.products is not None and statistics.magnitudes is not None:
-            products = statistics.products / torch.outer(columns, columns)
-            statistics = replace(statistics, products=products, magnitudes=statistics.magnitudes / columns)
+        if columns is not None:
+            statistics = replace(statistics, sample=None).divided(columns)
         tasks = []
         for one, rows in zip(self.task.quantized, self.rows, strict=True):
             assert one.key is not None

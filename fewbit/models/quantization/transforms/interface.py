@@ -18,45 +18,30 @@ from fewbit.models.quantization.transforms.weights import TransformedWeights
 from fewbit.spec.key import LinearKey
 from fewbit.spec.recipe import ScaleRules
 
-SAMPLE_ROWS = 512
-"""Rows of each input that are kept as they are, spread over all calibration windows."""
-
 
 @dataclass
 class Observation:
     """What calibration showed of the input [M, K] of a mapping's consumers.
 
     Attributes:
-        statistics: of all its rows.
-        largest: largest magnitude of each feature, float32 [K].
-        rows: a sample of the rows, each float32 [K].
+        statistics: of all its rows, some of which are kept.
         tokens: consumer -> rows that it read: fewer than there were, for experts.
     """
 
     statistics: InputStatistics
-    largest: Tensor
-    rows: list[Tensor] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def empty(cls, features: int, device: torch.device) -> Observation:
-        """Nothing seen yet."""
-        return cls(InputStatistics.empty(features, device), torch.zeros(features, device=device))
-
-    def add(self, x: Tensor, sample: int) -> None:
-        """Takes in x [..., K], of which `sample` rows are kept."""
-        rows = x.reshape(-1, x.shape[-1])
-        if not len(rows):
-            return
-        self.statistics.add(rows)
-        self.largest = torch.maximum(self.largest, rows.abs().amax(dim=0).float())
-        step = max(1, len(rows) // max(1, sample))
-        self.rows += list(rows[step - 1 :: step][:sample].float())
+    @property
+    def largest(self) -> Tensor:
+        """Largest magnitude of each feature, float32 [K]."""
+        assert self.statistics.peaks is not None
+        return self.statistics.peaks
 
     @property
     def sample(self) -> Tensor:
-        """float32 [S, K]."""
-        return torch.stack(self.rows)
+        """Some of the rows, float32 [S, K]."""
+        assert self.statistics.sample is not None
+        return self.statistics.sample.float()
 
 
 @dataclass(frozen=True)
@@ -143,6 +128,9 @@ class Transform(ABC):
 
     needs_statistics: ClassVar[bool] = False
     """Whether it chooses scales by what calibration shows: `choose` is then called."""
+
+    scales_values: ClassVar[bool] = False
+    """Whether it may scale the values of attention, which a KV cache holds, by what calibration shows."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings: Any = read_settings(self.Settings, settings or {}, self.name)

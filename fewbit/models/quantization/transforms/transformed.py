@@ -12,17 +12,10 @@ from transformers import PretrainedConfig
 from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.errors import CheckpointError, ModelError
-from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.errors import ModelError
 from fewbit.models.quantization.ranks import ALONE, Ranks
-from fewbit.models.quantization.transforms.interface import (
-    SAMPLE_ROWS,
-    Consumer,
-    Observation,
-    Scaling,
-    ScalingTask,
-    Transform,
-)
+from fewbit.models.quantization.transforms.evidence import Evidence
+from fewbit.models.quantization.transforms.interface import Consumer, Observation, Scaling, ScalingTask, Transform
 from fewbit.models.quantization.transforms.probe import BlockProbe, deviation
 from fewbit.models.quantization.transforms.registry import of_recipe
 from fewbit.models.quantization.transforms.structure import ScaleMapping, scale_mappings
@@ -74,11 +67,11 @@ class Transformations:
             assert self._probe is not None
             self.installed += one.install(self._probe, self.weights)
 
-    def enter(self, stream: BlockStream | None, block: str) -> list[dict[str, Any]]:
-        """Transforms the block at path `block` by what the calibration windows in `stream` show of it.
+    def enter(self, evidence: Evidence | None, block: str) -> list[dict[str, Any]]:
+        """Transforms the block at path `block` by what calibration shows of it.
 
         Args:
-            stream: stands before the block; None where nothing is calibrated.
+            evidence: of the block; None where nothing is calibrated.
             block: empty for what is outside the blocks.
 
         Returns:
@@ -86,17 +79,18 @@ class Transformations:
 
         Raises:
             ModelError: the transformed block does not compute what it did.
+            CheckpointError: what calibration shows is not finite.
         """
         self.weights.begin_block()
         if not block:
             return self.installed
         entries: list[dict[str, Any]] = []
         for one in self._chosen:
-            if one.needs_statistics and stream is not None:
-                entries += self._scale(one, stream, block)
+            if one.needs_statistics and evidence is not None:
+                entries += self._scale(one, evidence, block)
         return entries
 
-    def _scale(self, one: Transform, stream: BlockStream, block: str) -> list[dict[str, Any]]:
+    def _scale(self, one: Transform, evidence: Evidence, block: str) -> list[dict[str, Any]]:
         probe = self._probe
         assert probe is not None
         before = probe.parameters(block, self.weights.load)
@@ -104,7 +98,8 @@ class Transformations:
         mappings = [found for found in mappings if any(self._key(block, name) for name in found.consumers)]
         if not mappings:
             return [{"transform": one.name, "block": block, "what": "no mapping found", "choice": "none"}]
-        seen, entries = self._observe(stream, block, mappings), []
+        stored = {name: self._stored_module(block, name) for found in mappings for name in found.consumers}
+        seen, entries = evidence.observe(block, mappings, stored), []
         for mapping in mappings:
             task = self._task(block, mapping, seen[mapping.producer])
             entry: dict[str, Any] = {"transform": one.name, "block": block, "what": str(mapping)}
@@ -114,7 +109,9 @@ class Transformations:
             found = self._ranks.first(one.choose(task).on_cpu() if self._ranks.writes else None)
             assert found is not None
             entries.append(entry | {"choice": found.choice, "loss": found.loss, "loss_before": found.loss_before})
-            self._fold(block, mapping, found)
+            columns = self._fold(block, mapping, found)
+            if columns is not None:
+                evidence.divide([stored[name] for name in mapping.consumers], columns)
         after = probe.parameters(block, self.weights.load)
         error = deviation(probe.output(block, after), probe.output(block, before))
         if not error <= LARGEST_DEVIATION:
@@ -133,46 +130,6 @@ class Transformations:
             self._mappings[kind] = scale_mappings(self._probe, block, parameters)
         return self._mappings[kind]
 
-    def _observe(self, stream: BlockStream, block: str, mappings: list[ScaleMapping]) -> dict[str, Observation]:
-        """Producer -> what the consumers of its mapping read.
-
-        Raises:
-            CheckpointError: it is not finite.
-        """
-        seen = {found.producer: Observation.empty(len(found.rows), self._device) for found in mappings}
-        producers: dict[str, list[tuple[str, bool]]] = {}
-        for found in mappings:
-            for name in found.consumers:
-                producers.setdefault(name, []).append((found.producer, name == found.consumers[0]))
-        sample = -(-SAMPLE_ROWS // max(1, len(stream.states) * self._ranks.count))
-
-        def see(name: str, x: Tensor) -> None:
-            for producer, first in producers[name]:
-                own = seen[producer]
-                own.tokens[name] = own.tokens.get(name, 0) + x.numel() // x.shape[-1]
-                if first:
-                    own.add(x, sample)
-
-        try:
-            stream.observe(block, {name: f"{block}.{name}" for name in producers}, see)
-        except ValueError as error:
-            raise CheckpointError(f"{block}: {error}.", "Repair the source model.") from error
-        return {producer: self._of_all(own) for producer, own in seen.items()}
-
-    def _of_all(self, own: Observation) -> Observation:
-        """What all processes saw of an input."""
-        if self._ranks.count == 1:
-            return own
-        features = len(own.largest)
-        tokens: dict[str, int] = {}
-        for other in self._ranks.everyones(own.tokens):
-            tokens |= {name: tokens.get(name, 0) + count for name, count in other.items()}
-        largest = self._ranks.largest({"": own.largest.cpu()})[""].to(self._device)
-        rows = [
-            row.to(self._device) for other in self._ranks.everyones([row.cpu() for row in own.rows]) for row in other
-        ]
-        return Observation(self._ranks.total(own.statistics, features), largest, rows, tokens)
-
     def _task(self, block: str, mapping: ScaleMapping, seen: Observation) -> ScalingTask | None:
         """What the mapping's scales are chosen by; None where nothing was seen."""
         total = seen.statistics.tokens
@@ -185,10 +142,14 @@ class Transformations:
             return None
         return ScalingTask(mapping, consumers, seen, self._algorithm, self._rules)
 
-    def _fold(self, block: str, mapping: ScaleMapping, found: Scaling) -> None:
-        """Divides what the producer puts out, and multiplies what its consumers read."""
+    def _fold(self, block: str, mapping: ScaleMapping, found: Scaling) -> Tensor | None:
+        """Divides what the producer puts out, and multiplies its consumers' weights.
+
+        Returns:
+            What the consumers' input is divided by, float32 [K]; None where it stays.
+        """
         if found.columns is None:
-            return
+            return None
         rows = mapping.rows.to(self._device)
         scale = torch.ones(mapping.features, device=self._device)
         scale[rows] = found.columns.to(self._device)
@@ -210,6 +171,7 @@ class Transformations:
         for name in mapping.consumers:
             weight = self._load(block, f"{name}.weight")
             self.weights.change_block({self._stored(block, f"{name}.weight"): weight * scale[rows]})
+        return scale[rows]
 
     def _has(self, block: str, leaf: str) -> bool:
         assert self._probe is not None
@@ -224,4 +186,7 @@ class Transformations:
         return self.weights.load(self._stored(block, leaf)).to(self._device).float()
 
     def _key(self, block: str, module: str) -> LinearKey | None:
-        return self._keys.get(self._stored(block, f"{module}.weight").removesuffix(".weight"))
+        return self._keys.get(self._stored_module(block, module))
+
+    def _stored_module(self, block: str, module: str) -> str:
+        return self._stored(block, f"{module}.weight").removesuffix(".weight")
