@@ -13,6 +13,10 @@ namespace {
 // From so many tokens on AMX pays off, from more where groups are short, whose sums have to leave the registers each time.
 constexpr int64_t kAmxTokens = 4;
 constexpr int64_t kAmxTokensTimesGroup = 512;
+// The same for a plain weight, whose rows have to be woven into panels; of so few columns that words of a block have
+// places in 32 bits.
+constexpr int64_t kAmxDenseTokens = 16;
+constexpr int64_t kAmxDenseColumns = 1 << 27;
 // Inputs that are in use at a time stay within this, most of a second-level cache of the CPUs that have AMX.
 constexpr int64_t kAmxInputBytes = 1280 * 1024;
 // Two blocks by two tiles of tokens keep the inputs of so many steps and their panels in the first-level cache.
@@ -170,7 +174,7 @@ class AmxPanels {
   const uint32_t* panel_of(int64_t block, Range steps, uint32_t* memory) const {
     const Weight& weight = job_.weight;
     const bool padded = weight.group_slots * Codes::kInputBytes != steps_.of_group * steps_.bytes;
-    if (Codes::kWordRows == 1 && !padded) {
+    if (Codes::kIsPanel && !padded) {
       return words_of<Codes::kSlots>(weight, block, 0, steps.begin * steps_.rows());
     }
     uint32_t* to = memory;
@@ -194,7 +198,7 @@ class AmxPanels {
     const bool same = steps.end < steps_.count;
     const int64_t step = same ? steps.end : 0, shift = same ? 0 : kAmxBlocks;
     AmxAhead ahead{};
-    if (blocks.begin + shift >= end) return ahead;
+    if (!Codes::kScaled || blocks.begin + shift >= end) return ahead;  // a plain weight's rows are far apart
     for (int i = 0; i < kAmxBlocks; ++i) {
       const int64_t row = step % steps_.of_group * steps_.rows();
       ahead.next[i] = reinterpret_cast<const char*>(words_of<Codes::kSlots>(
@@ -233,6 +237,10 @@ class AmxPanels {
 
   void add_scaled(int64_t block, int64_t group, int width, const char* inputs, const uint32_t* sums,
                   float* totals) const {
+    if constexpr (!Codes::kScaled) {
+      std::memcpy(totals, sums, static_cast<size_t>(width * kBlockRows) * 4);
+      return;
+    }
     const int32_t* shifts = input_sums(const_cast<char*>(inputs)) + group * kTileRows;
     unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
       const auto scale = scales_of<Vector>(job_.weight, block, group, part);
@@ -342,6 +350,20 @@ void amx_linear(const Job& job, Team& team, Range blocks) {
     using Codes = AmxBf16<Vector, decltype(fields)>;
     run(AmxFloats<Vector, Registers, Codes>(job), job.tokens, team, blocks);
   });
+}
+
+// Whether amx_dense can compute it and is worth it.
+inline bool takes_amx_dense(const Job& job) {
+  return job.tokens >= kAmxDenseTokens && job.dtype == Dtype::kBf16 && job.weight.columns % 2 == 0 &&
+         job.weight.columns < kAmxDenseColumns;
+}
+
+template <class Vector, class Registers>
+void amx_dense(const Job& job, Team& team, Range blocks) {
+  Job one_group = job;
+  one_group.weight.groups = 1;
+  one_group.weight.group_slots = one_group.weight.group_features = job.weight.columns;
+  run(AmxFloats<Vector, Registers, AmxDense<Vector>>(one_group), job.tokens, team, blocks);
 }
 
 template <class Vector, class Registers>
