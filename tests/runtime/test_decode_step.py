@@ -18,7 +18,7 @@ from fewbit.models.load import load
 from fewbit.models.quantization.quantize import quantize
 from fewbit.runtime.decode_step import DecodeStep, obstacles
 from fewbit.runtime.generate import COMPILED_STEP, Generated, generate
-from tests.kernels.layers import needs_extension
+from tests.kernels.layers import KEYS, needs_extension
 from tests.tiny_models import FAMILIES, VOCABULARY, byte_tokenizer, save_tiny_model
 
 FOUND = native.extension()
@@ -202,6 +202,12 @@ def test_other_kernels_and_settings_are_left_to_transformers(folder: Any) -> Non
     assert answer(model, max_new_tokens=2).decoded_by == (
         "transformers: model.layers.0.self_attn.q_proj runs on reference, which the compiled step cannot call"
     )
+    model = loaded(folder("llama", "W8A8"))
+    model.get_submodule("model.layers.0.mlp.up_proj").key = KEYS["W8A8 dynamic tensor"]
+    assert list(obstacles(model)) == [
+        "model.layers.0.mlp.up_proj rounds activations under one scale for all tokens, and the compiled step reads a "
+        "prompt in parts"
+    ]
     model = loaded(folder())
     model.generation_config.repetition_penalty = 1.2
     assert answer(model, max_new_tokens=2).decoded_by.endswith("the generation's settings ask for repetition_penalty")
