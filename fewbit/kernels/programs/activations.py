@@ -245,7 +245,7 @@ def round_rows(
         quotient += shift[:, None]
     rounded = tl.minimum(tl.maximum(quotient, low), high)
     # Else storing rounds, to the same: a cast, or the sum that integers are read from.
-    if AS_NUMBERS or ZEROS or not (FUSED and (KIND == "e4m3" or KIND == "integer")):
+    if AS_NUMBERS or ZEROS or not FUSED or KIND == "e2m1":
         rounded = nearest(rounded, KIND)
     if AS_NUMBERS:
         rounded -= shift[:, None]
