@@ -21,6 +21,7 @@ from fewbit.kernels.operations import define
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import LinearKey
 
 SUPPORTED = ("minimum", FLOAT_ZERO_POINT, "order")
 
@@ -30,7 +31,6 @@ class CpuWeightOnly(LinearKernel):
 
     name: ClassVar[str] = "cpu_weight_only"
     backend: ClassVar[str] = "cpu"
-    in_compiled_step: ClassVar[bool] = True
     weight_only: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
@@ -61,6 +61,9 @@ class CpuWeightOnly(LinearKernel):
             constants["rows"],
             constants["columns"],
         )
+
+    def refuse_step(self, key: LinearKey) -> str | None:
+        return None
 
     def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
         return LinearLayer.of(LinearLayer.WEIGHT_ONLY, prepared.tensors, bias)
