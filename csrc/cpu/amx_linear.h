@@ -24,7 +24,7 @@ constexpr int kAmxBlocks = 2;
 constexpr int kAmxTiles = 2;
 // Panels of so many steps, and so many of them at a time, stay in the first-level cache beside two tiles' inputs.
 constexpr int64_t kAmxSteps = 8;
-constexpr int kAmxPanels = 4;
+constexpr int kAmxPanels = 2;
 
 // A step is what one instruction multiplies: up to 64 bytes of each token. All steps of a call have the same size, so
 // that the registers are configured once; the last of a group may be padded with zeros.
