@@ -11,6 +11,8 @@ import torch
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in, using_cuts
+from fewbit.kernels.linear.fragment_layout import FragmentLayout
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
 from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
@@ -18,6 +20,8 @@ from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import choose_kernel, linear_kernels
 from fewbit.kernels.select import Preference
 from fewbit.kernels.tuned.candidates import candidates
+from fewbit.kernels.tuned.cuts import cut_candidates
+from fewbit.kernels.tuned.layouts import layout_costs
 from fewbit.kernels.tuned.session import tune_layers
 from fewbit.kernels.tuned.table import SHIPPED, Table, table_for
 from fewbit.spec import DEVICES
@@ -37,6 +41,10 @@ def test_shipped_tables_hold_possible_plans_and_known_kernels(path: Path) -> Non
     for entry in table.plans:
         kind = ProductLayout if "operand" in entry["layout"] else TileLayout
         assert is_possible(Plan(**entry["plan"]), kind(**entry["layout"]))
+    for entry in table.cuts:
+        layout, cut = FragmentLayout(**entry["layout"]), Cut(**entry["cut"])
+        assert cut.fitted(layout) == cut
+        assert cut_in(table, layout, entry["M"]) == cut
 
 
 def test_the_h200_has_a_table_and_choices_say_where_costs_come_from() -> None:
@@ -72,6 +80,22 @@ def test_costs_are_averaged_over_the_mix_at_the_next_larger_m() -> None:
     assert table.costs_of(request, {1: 3, 7: 1}) == {"a": 2.0}
     assert table.costs_of(request, {17: 1}) == {}
     assert table.costs_of(replace(request, rows=128), {1: 1}) == {}
+
+
+def test_what_one_layout_costs_is_told_against_the_fastest_kernel_at_each_m() -> None:
+    key = KEYS["W4AF8 g128"]
+    layer = {"key": str(key), "dtype": "bf16", "N": 4096, "K": 4096}
+    costs = (
+        {**layer, "M": 1, "us": {"triton_fp8": 9.0, "triton_tiles_quantized": 6.0, "triton_tiles": 1.0}},
+        {**layer, "M": 4096, "us": {"triton_fp8": 150.0, "triton_tiles_quantized": 180.0, "triton_tiles": 170.0}},
+    )
+    table = Table(H200.model, "", {}, costs)
+    (cost,) = layout_costs(table, H200)
+    assert cost.request == LinearRequest(key, 4096, 4096)
+    assert cost.at == {1: (6.0, "triton_tiles_quantized", 6.0), 4096: (180.0, "triton_fp8", 150.0)}
+    assert str(cost).endswith("triton_tiles_quantized; a free choice saves 20% at 4096 rows (triton_fp8)")
+    (other,) = layout_costs(table, H200, {4096: 1})
+    assert str(other).endswith("triton_fp8; a free choice saves 50% at 1 rows (triton_tiles_quantized)")
 
 
 def test_a_table_survives_writing_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
@@ -110,6 +134,31 @@ def test_candidates_are_possible(tokens: int) -> None:
         assert plans
         assert len(set(plans)) == len(plans)
         assert all(is_possible(plan, layout) for plan in plans)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 128, 256, 512, 4096])
+@pytest.mark.parametrize("rows", [64, 6144, 28672])
+@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
+def test_candidate_cuts_fit(tokens: int, rows: int, operand: str) -> None:
+    layout = FragmentLayout(rows, 4096, 32, "bf16", 0, False, operand)
+    cuts = list(cut_candidates(layout, tokens, 132))
+    assert len(set(cuts)) == len(cuts)
+    assert cuts
+    for cut in cuts:
+        assert cut.fitted(layout) == cut
+        tiles = -(-layout.units // cut.units) * -(-tokens // cut.tokens)
+        assert cut.decodes_first or cut.blocks(tiles, layout.depths, 132) <= 132 * cut.residents
+
+
+def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
+    layout = FragmentLayout(28672, 4096, 128, "bf16", 8, False, "bf16")
+    assert cut_for(layout, 3, "NVIDIA H200") == cut_for(layout, 4, "NVIDIA H200")
+    assert cut_for(layout, 100_000, "NVIDIA H200").decodes_first
+    assert cut_for(layout, 1, "another device") == cut_by_rule(layout, 1).fitted(layout)
+    only = Cut(64, stages=3)
+    with using_cuts(lambda *_: only):
+        assert cut_for(layout, 1, "NVIDIA H200") == only
+    assert cut_for(layout, 1, "NVIDIA H200") != only
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="On a GPU this would compile a hundred plans.")

@@ -26,6 +26,8 @@ SETS = [] if isinstance(FOUND, native.Absent) else list(FOUND.instruction_sets)
 GATED = [family for family in FAMILIES if family in ROWS and ROWS[family].gated]
 TOKENS = torch.arange(20) * 7 % VOCABULARY
 PROMPT = 6
+UNEVEN = {"hidden_size": 72, "intermediate_size": 136, "head_dim": 48}
+"""Sizes that no block, vector or tile divides."""
 PLAIN = "plain"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative error of logits."""
@@ -95,20 +97,21 @@ def test_logits_are_those_of_transformers(folder: Any, family: str, scheme: str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_dtype_and_thread_count(folder: Any, name: str, dtype: torch.dtype) -> None:
-    model = loaded(folder("qwen3", "W4A16"), dtype)
+    plain, model = loaded(folder("qwen3", **UNEVEN), dtype), loaded(folder("qwen3", "W4A16"), dtype)
     try:
         with native.forced(name):
             for threads in (1, 2, 5):
                 torch.set_num_threads(threads)
                 for prompt in (PROMPT, 17):
                     assert_same_logits(model, prompt=prompt)
+                    assert_same_logits(plain, prompt=prompt)
                 assert torch.equal(stepped(model, TOKENS), stepped(model, TOKENS))
     finally:
         torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("changes", [{"num_key_value_heads": 4}, {"num_attention_heads": 8, "num_key_value_heads": 1}])
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 72, "intermediate_size": 136, "head_dim": 48}])
+@pytest.mark.parametrize("sizes", [{}, UNEVEN])
 def test_any_number_of_heads_and_features(folder: Any, changes: dict[str, int], sizes: dict[str, int]) -> None:
     assert_same_logits(loaded(folder("llama", **changes, **sizes)))
 

@@ -28,6 +28,7 @@ class Int8Backend(StrEnum):
     TORCH_INT8PACK = "torch_int8pack"
     TORCH_INT4PACK = "torch_int4pack"
     CPU = "cpu"
+    CUDA = "cuda"
     TRITON = "triton"
     HUMMING = "humming"
     CUTLASS = "cutlass"
@@ -50,7 +51,7 @@ FAMILY = Family(
     Int8Backend,
     _covers,
     {
-        "cuda": (Int8Backend.TRITON, Int8Backend.HUMMING),
+        "cuda": (Int8Backend.CUDA, Int8Backend.TRITON, Int8Backend.HUMMING),
         "cpu": (Int8Backend.CPU, Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
     },
 )

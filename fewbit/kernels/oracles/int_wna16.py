@@ -27,6 +27,7 @@ class WNA16Backend(StrEnum):
     TORCH_INT4PACK = "torch_int4pack"
     TORCH_INT8PACK = "torch_int8pack"
     CPU = "cpu"
+    CUDA = "cuda"
     TRITON = "triton"
     HUMMING = "humming"
     MARLIN = "marlin"
@@ -44,7 +45,7 @@ FAMILY = Family(
     WNA16Backend,
     _covers,
     {
-        "cuda": (WNA16Backend.TRITON, WNA16Backend.HUMMING),
+        "cuda": (WNA16Backend.TRITON, WNA16Backend.CUDA, WNA16Backend.HUMMING),
         "cpu": (WNA16Backend.CPU, WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK),
     },
 )

@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.fragment_cuts import using_cuts
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, using_plans
+from fewbit.kernels.tuned.cuts import cutter_of, tune_cuts
 from fewbit.kernels.tuned.table import COMPARED, Table, name_of, tables_of
-from fewbit.kernels.tuned.tune import LADDER, Progress, compile_candidates, planned, tune_costs, tune_plans
+from fewbit.kernels.tuned.tune import (
+    LADDER,
+    Progress,
+    compile_candidates,
+    multiprocessors,
+    planned,
+    tune_costs,
+    tune_plans,
+)
 from fewbit.spec.hardware import Hardware
 
 
@@ -27,12 +37,16 @@ def tune_layers(
     table = replace(table, driver=hardware.driver, software=software)
     distinct = list(dict.fromkeys(requests))
     found = {request: planned(request, hardware) for request in distinct}
-    compile_candidates([(pair[1], request.dtype) for request, pair in found.items() if pair], ladder or LADDER)
-    for request, pair in found.items():
-        if pair:
-            plans = tune_plans(request, *pair, ladder or LADDER, say)
+    layouts = [(layout, request.dtype) for request, pairs in found.items() for _, layout in pairs]
+    compile_candidates(layouts, ladder or LADDER)
+    for request, pairs in found.items():
+        for kernel, layout in pairs:
+            plans = tune_plans(request, kernel, layout, ladder or LADDER, say)
             table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
-        with using_plans(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens)):
+        cuts = tune_cuts(request, hardware, ladder or LADDER, multiprocessors(), say)
+        table = replace(table, cuts=_merged(table.cuts, cuts, ("layout", "M")))
+        plans_in_table = using_plans(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
+        with plans_in_table, using_cuts(cutter_of(table)):
             costs = tune_costs(request, hardware, ladder or LADDER, say)
         table = replace(table, costs=_merged(table.costs, costs, ("key", "dtype", "N", "K", "M")))
         table.write(path)

@@ -1,7 +1,8 @@
 """Tables of measurements: what they hold, where they lie, which one serves a device.
 
-A table is one JSON file. It names the device, its driver and the software that was measured, and holds two lists:
-`costs`, microseconds of every kernel that took a layer, and `plans`, the fastest way to cut a product over tiles.
+A table is one JSON file. It names the device, its driver and the software that was measured, and holds three lists:
+`costs`, microseconds of every kernel that took a layer, `plans`, the fastest way to cut a product over tiles, and
+`cuts`, the same over fragments.
 A table serves a device of the same name under the same major and minor versions of torch and Triton.
 """
 
@@ -32,6 +33,7 @@ class Table:
         software: package -> version.
         costs: `{"key", "dtype", "N", "K", "M", "us": {kernel: microseconds}}` each.
         plans: `{"layout": {...}, "M", "plan": {...}, "us"}` each, see `kernels.linear.tile_plans`.
+        cuts: `{"layout": {...}, "M", "cut": {...}, "us"}` each, see `kernels.linear.fragment_cuts`.
         path: the file.
     """
 
@@ -40,6 +42,7 @@ class Table:
     software: Mapping[str, str]
     costs: tuple[Mapping[str, Any], ...] = ()
     plans: tuple[Mapping[str, Any], ...] = ()
+    cuts: tuple[Mapping[str, Any], ...] = ()
     path: Path = field(default=Path(), compare=False)
 
     def __str__(self) -> str:
@@ -58,7 +61,7 @@ class Table:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls(
                 str(data["device"]), str(data["driver"]), dict(data["software"]), tuple(data["costs"]),
-                tuple(data["plans"]), path,
+                tuple(data["plans"]), tuple(data.get("cuts", ())), path,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -70,7 +73,7 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = {
             "device": self.device, "driver": self.driver, "software": dict(self.software),
-            "costs": list(self.costs), "plans": list(self.plans),
+            "costs": list(self.costs), "plans": list(self.plans), "cuts": list(self.cuts),
         }  # fmt: skip
         lines = json.dumps(data, indent=None).replace('{"key"', '\n{"key"').replace('{"layout"', '\n{"layout"')
         staged = path.with_name(path.name + ".part")

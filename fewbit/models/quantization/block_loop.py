@@ -27,7 +27,7 @@ from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
 from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, windows_at_once
+from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, widest_input, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.done_unit import DoneUnit, OneBehind
 from fewbit.models.quantization.outcome import LayerOutcome, outcome_of
@@ -118,7 +118,7 @@ class Run:
     @staticmethod
     def _finish(finishing: OneBehind, work: WorkFolder, unit: DoneUnit | None) -> None:
         if unit is not None:
-            finishing.do(lambda: work.add(unit.tensors, unit.facts()))
+            finishing.do(lambda: work.add(unit.on_cpu(), unit.facts()))
 
     def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
         """What a unit became; None in processes that do not write."""
@@ -145,7 +145,7 @@ class Run:
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
             tensors |= found
             made[name] = list(found)
-            outcome = partial(outcome_of, layer, self.folder.load(name), own, self.solver.input_seen(layer))
+            outcome = partial(outcome_of, layer, self.folder.later(name), own, self.solver.input_seen(layer))
             outcomes.append(outcome if self.apart else partial(_given, outcome()))
         scales = dict(self._cache_scales(block)) if block else {}
         return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
@@ -178,7 +178,7 @@ class Run:
             return None
         windows = self.ranks.share(self.calibration.windows).to(self.device)
         tunes = self.algorithm.refines_blocks
-        batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
+        batch = windows_at_once(windows.shape[1], widest_input(self.model), self.device.type == "cpu", tunes)
         compares = self.algorithm.compares_inputs
         how = {"reference": tunes or compares, "compares": compares, "most_held": self.most_held, "ranks": self.ranks}
         keys = [layer.key.activation for layer in self.layers.values() if layer.key]

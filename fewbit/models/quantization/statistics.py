@@ -24,7 +24,7 @@ from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.quantization.block_stream import BlockStream, windows_at_once
+from fewbit.models.quantization.block_stream import BlockStream, widest_input, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.fingerprint import fingerprint_of
 from fewbit.models.quantization.transforms.probe import matrices
@@ -96,7 +96,7 @@ def gather_statistics(
     config = read_config(Path(source))
     model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
     partial = PartialModel(model, folder, device)
-    batch = windows_at_once(calibration.windows.shape[1], device.type == "cpu")
+    batch = windows_at_once(calibration.windows.shape[1], widest_input(model), device.type == "cpu")
     stream = BlockStream(model, partial.filled, calibration.windows.to(device), batch)
     places = {module: partial.destinations.module(module) for module in by_module(folder.headers)}
     for number, block in enumerate(blocks_of(model)):

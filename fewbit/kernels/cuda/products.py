@@ -1,0 +1,164 @@
+"""Compiling and launching the products over weight fragments, and decoding them: from tensors and a cut to a result."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from fewbit.kernels.cuda.compiler import compiled
+from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
+from fewbit.kernels.linear.fragment_cuts import RECEIVED_APART, Cut
+from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
+from fewbit.spec.element import E4M3
+
+ARCHITECTURE = "sm_90a"
+REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
+"""Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
+SWIZZLED = 128  # bytes of a row of a box
+DECODE_THREADS = 256
+
+
+class Problem(ctypes.Structure):
+    """The struct of the same name in `ring.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
+        ("scale_stride", ctypes.c_int),
+    )
+
+
+def multiply(
+    x: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, layout: FragmentLayout, cut: Cut,
+    token_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [M, N] in the layout's dtype of x [M, K], contiguous and not empty, on x's device.
+
+    Args:
+        x: in the layout's dtype, or codes of e4m3 where the layout's operand is.
+        weight: from `fragments`.
+        flags: int32, one for each block, zero between calls.
+        bias: [N] in the layout's dtype, or None.
+        token_scale: what codes count in, float32 [M] or [].
+
+    Raises:
+        KernelError: there is no compiler, or the driver refuses.
+    """
+    tokens, stride = x.shape[0], layout.rows + layout.rows % 2
+    if x.data_ptr() % 16:
+        x = x.clone()
+    out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
+    token_tiles = -(-tokens // cut.tokens)
+    work = token_tiles * -(-layout.units // cut.units) * layout.depths
+    blocks = cut.blocks(work // layout.depths, layout.depths, _multiprocessors(x.device.index))
+    is_split = cut.parts == 1 and work % blocks + work // blocks % layout.depths > 0
+    partial = x.new_empty(blocks * cut.sums if is_split else 0, dtype=torch.float32)
+    problem = Problem(
+        weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
+        layout.rows, stride, layout.units, layout.depths, token_tiles, work,
+        int(token_scale is not None and token_scale.dim() > 0),
+    )  # fmt: skip
+    described = matrix_map(x, cut.tokens, SWIZZLED // x.element_size())
+    function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
+    function.launch(blocks, addresses(described, problem), _stream(x))
+    return out if stride == layout.rows else out[:, : layout.rows].contiguous()
+
+
+def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
+    """The weight [N, K] in the layout's dtype.
+
+    Raises:
+        KernelError: there is no compiler, or the driver refuses.
+    """
+    out = torch.empty(layout.rows, layout.columns, dtype=DTYPES[layout.dtype], device=weight.device)
+    function = _decoder(layout.decoding, weight.device.index)
+    pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
+    extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
+    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
+    return out
+
+
+def _stream(tensor: Tensor) -> int:
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _product(decoding: Decoding, cut: Cut, shared_bytes: int, device: int) -> Function:
+    with torch.cuda.device(device):
+        return load(product_code(decoding, cut), "multiply_fragments", cut.threads, shared_bytes)
+
+
+@cache
+def _decoder(decoding: Decoding, device: int) -> Function:
+    with torch.cuda.device(device):
+        return load(decoder_code(decoding), "decode_weight", DECODE_THREADS, 0)
+
+
+def product_code(decoding: Decoding, cut: Cut) -> bytes:
+    """Machine code of the product over such weights, compiled for a cut.
+
+    Raises:
+        KernelError: there is no compiler.
+    """
+    registers, of_producer = REGISTERS[cut.warpgroups]
+    is_fp8 = decoding.operand == E4M3.name
+    macros = {
+        "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
+        "PARTS": cut.parts, "RECEIVED_APART": RECEIVED_APART, "RESIDENTS": cut.residents,
+        "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+    }  # fmt: skip
+    if not is_fp8:
+        macros["STEP"] = cut.step
+    names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
+    texts = [_text(name) for name in names]
+    source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])
+    return compiled(source, macros | _macros(decoding), ARCHITECTURE)
+
+
+def decoder_code(decoding: Decoding) -> bytes:
+    """Machine code that decodes such weights.
+
+    Raises:
+        KernelError: there is no compiler.
+    """
+    source = _text("hopper.cuh") + _text("fragments.cuh") + _text("decode.cu")
+    return compiled(source, _macros(decoding), ARCHITECTURE)
+
+
+def _macros(decoding: Decoding) -> dict[str, int]:
+    return {
+        "GROUP": decoding.group, "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
+    }  # fmt: skip
+
+
+@cache
+def _text(name: str) -> str:
+    return (files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8")
+
+
+def product_instruction(tokens: int, operand: str) -> str:
+    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T, whose operands are many."""
+    sums = tokens // 2
+    targets = ", ".join(f"%{i}" for i in range(sums))
+    sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
+    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
+    depth, last = (32, "") if operand == E4M3.name else (16, ", 0")  # 16-bit operands may be transposed
+    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{operand}.{operand}"
+    return f"""
+__device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{
+    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{sums + 5}, 0;\\n"
+                 "{name} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
+                 : {outputs}
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"((u32)adds));
+}}
+"""

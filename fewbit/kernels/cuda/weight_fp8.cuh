@@ -1,0 +1,62 @@
+// Sums of decoded weights times tokens in E4M3: no sum of the tensor cores runs over more than a group, whose scale then
+// multiplies it in float32, so that nothing is rounded.
+
+constexpr int PRODUCTS = GROUP / 32;  // of a group
+
+// Tokens in E4M3: a number below 16 in the bits of E4M3 is that many times 2**-9, which the end makes up for. A code is a
+// sign over the magnitude, less one where the sign is set, so that -8 has a code. Eight codes -> low, then high nibbles.
+__device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 nibbles = codes >> 4 * i;
+        fragment[i] = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81;
+    }
+}
+
+__device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&found)[SUMS], u32 scales) {
+    const float scale[2] = {widen(scales & 0xFFFF), widen(scales >> 16)};
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] += scale[i / 2 % 2] * found[i];
+}
+
+// The first tile's group is scaled while the second's is multiplied, the second's while another warpgroup multiplies.
+__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
+    static_assert(TILES <= 2, "a tile waits for one other");
+    float found[TILES][SUMS];
+    u32 fragment[TILES][PRODUCTS][4];
+    Share share;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[t][i] = 0.f;
+    for (int i = 0; i < count; i++) {
+        reader.wait(turn);
+        reader.load(share, turn.stage);
+        const u64 x = describe_rows(reader.stages + turn.stage * STAGE_BYTES);
+#pragma unroll
+        for (int g = 0; g < DEPTH / GROUP; g++) {
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+#pragma unroll
+                for (int s = 0; s < PRODUCTS; s++) {
+                    const int k = (g * PRODUCTS + s) * 2;
+                    decode_e4m3(&fragment[t][s][0], share.codes[t][k]);
+                    decode_e4m3(&fragment[t][s][2], share.codes[t][k + 1]);
+                }
+                multiply_fence();
+#pragma unroll
+                for (int s = 0; s < PRODUCTS; s++)
+                    multiply(found[t], fragment[t][s], x + (g * PRODUCTS + s) * 2, s > 0);
+                multiply_commit();
+            }
+            if (TILES == 2) {
+                multiply_wait<1>();
+                add_scaled(sums[0], found[0], share.scales[0][g]);
+            }
+            multiply_wait<0>();
+            add_scaled(sums[TILES - 1], found[TILES - 1], share.scales[TILES - 1][g]);
+        }
+        reader.release(turn.stage);
+        turn.next();
+    }
+}

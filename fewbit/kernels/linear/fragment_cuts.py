@@ -1,0 +1,176 @@
+"""How a product over weight fragments is cut into blocks: from a table of measurements, or by rule without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
+from fewbit.kernels.tuned.table import Table, tables_of
+from fewbit.spec.element import E4M3
+
+WARPGROUP = 128
+SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
+RESERVED_BYTES = 1024
+RECEIVED_APART = 16384  # bytes of sums from other blocks up to which they have a place of their own
+SWIZZLED = 1024  # bytes that stages are whole multiples of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to run a product.
+
+    Attributes:
+        tokens: of a block: 8, 16, 32, 64, 128 or 256; at most 192 for `e4m3`.
+        warpgroups: that multiply, each `tiles` times 64 output features.
+        stages: in flight, of 128 input features each.
+        step: times 16 input features are decoded at once, where x is not `e4m3`.
+        residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
+        whole: no block gets part of a tile.
+        parts: equal parts of K that blocks of a cluster take, and add up among themselves.
+        decodes_first: decode the whole weight, then let the vendor's library multiply.
+    """
+
+    tokens: int
+    warpgroups: int = 2
+    tiles: int = 1
+    stages: int = 4
+    step: int = 2
+    residents: int = 1
+    whole: bool = False
+    parts: int = 1
+    decodes_first: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Of a block; one warpgroup feeds the others."""
+        return (self.warpgroups + 1) * WARPGROUP
+
+    @property
+    def units(self) -> int:
+        """Units of output features of a block."""
+        return self.warpgroups * self.tiles
+
+    @property
+    def sums(self) -> int:
+        """float32 sums of a block."""
+        return self.tiles * self.tokens // 2 * self.warpgroups * WARPGROUP
+
+    @property
+    def shared_limit(self) -> int:
+        """What a block may have of shared memory."""
+        return SHARED_BYTES // self.residents - RESERVED_BYTES
+
+    def shared_bytes(self, layout: FragmentLayout) -> int:
+        """Shared memory of a block: stages, and two barriers for each."""
+        stage = self.tokens * DEPTH * layout.operand_bytes + self.units * layout.unit_bytes
+        ring = self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
+        received = 4 * max(self.sums, self.parts * 4 * self.warpgroups * WARPGROUP) if self.parts > 1 else 0
+        return ring + (received if received <= RECEIVED_APART else 0)
+
+    def fitted(self, layout: FragmentLayout) -> Cut:
+        """The cut with as many of its stages as there is room for."""
+        cut = self
+        while cut.shared_bytes(layout) > cut.shared_limit:
+            cut = replace(cut, stages=cut.stages - 1)
+        return cut
+
+    def blocks(self, tiles: int, depths: int, multiprocessors: int) -> int:
+        """Blocks of a launch: no more than there is room for at once, unless they are clusters.
+
+        With room for one block to a multiprocessor, only as many as are no slower; else one for each, so that the next
+        kernel's are spread evenly too.
+        """
+        if self.parts > 1:
+            return tiles * self.parts
+        if self.whole:
+            return -(-tiles // -(-tiles // (multiprocessors * self.residents)))
+        most = min(tiles * depths, multiprocessors)
+        return most if self.residents > 1 else -(-tiles * depths // -(-tiles * depths // most))
+
+
+Cutter = Callable[[FragmentLayout, int, str], Cut]
+
+DECODES_FIRST_FROM = 2049
+TALL = 16384
+"""Output features from which blocks of twice the height leave no multiprocessor idle; they read x half as often."""
+_LOW = (
+    Cut(8, stages=10, residents=2),
+    Cut(16, stages=8, residents=2),
+    Cut(32, stages=6, residents=2),
+    Cut(64, stages=8, step=4),
+    Cut(128, stages=5),
+    Cut(256, stages=3),
+)
+_HIGH = (
+    Cut(8, tiles=2, stages=10),
+    Cut(16, tiles=2, stages=9),
+    Cut(32, tiles=2, stages=8, step=4),
+    Cut(64, tiles=2, stages=6, step=4),
+    Cut(128, stages=5, step=4),
+    Cut(256, stages=3, step=4),
+)
+_FP8_LOW = (Cut(16, stages=15), Cut(32, stages=13), Cut(64, stages=12), Cut(128, stages=8))
+_FP8_HIGH = (
+    Cut(8, tiles=2, stages=10),
+    Cut(16, tiles=2, stages=10),
+    Cut(32, tiles=2, stages=9),
+    Cut(64, warpgroups=4, stages=8),
+    Cut(128, stages=8),
+)
+
+
+def cut_by_rule(layout: FragmentLayout, tokens: int) -> Cut:
+    """A cut for shapes and devices that were not measured."""
+    is_fp8 = layout.operand == E4M3.name
+    tables = (_FP8_LOW, _FP8_HIGH) if is_fp8 else (_LOW, _HIGH)
+    table = tables[layout.rows >= TALL]
+    cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
+    return replace(cut, decodes_first=not is_fp8 and tokens >= DECODES_FIRST_FROM)
+
+
+def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, tokens: int) -> Cut | None:
+    """The cut of the next larger M from the entries of one table, or None where no such shape was measured."""
+    shape = {("rows", layout.rows), ("columns", layout.columns)}
+    measured = {
+        entry["M"]: Cut(**entry["cut"])
+        for entry in entries
+        if shape <= entry["layout"].items()
+        and (entry["layout"]["operand"] == E4M3.name) == (layout.operand == E4M3.name)
+    }
+    larger = [rows for rows in measured if rows >= tokens]
+    return measured[min(larger) if larger else max(measured)] if measured else None
+
+
+def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> Cut:
+    """The table's cut, or the one by rule."""
+    return (measured_cut(table.cuts, layout, tokens) or cut_by_rule(layout, tokens)).fitted(layout)
+
+
+@cache
+def cut_by_table(layout: FragmentLayout, tokens: int, device: str) -> Cut:
+    """The cut that was fastest on the device at the next larger M, or the one by rule."""
+    found = (measured_cut(table.cuts, layout, tokens) for table in tables_of(device))
+    return (next((cut for cut in found if cut is not None), None) or cut_by_rule(layout, tokens)).fitted(layout)
+
+
+_cutter: Cutter = cut_by_table
+
+
+def cut_for(layout: FragmentLayout, tokens: int, device: str) -> Cut:
+    """The cut for a product of so many tokens on a device of that name."""
+    return _cutter(layout, tokens, device)
+
+
+@contextmanager
+def using_cuts(cutter: Cutter) -> Iterator[None]:
+    """Uses another cutter meanwhile: how cuts are measured and tested."""
+    global _cutter  # noqa: PLW0603 - the operation's schema holds tensors and a layout, nothing else
+    before, _cutter = _cutter, cutter
+    try:
+        yield
+    finally:
+        _cutter = before

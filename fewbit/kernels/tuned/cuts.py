@@ -1,0 +1,126 @@
+"""Measuring cuts of products over weight fragments: the candidates for a number of rows, compiled ahead, timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from fewbit.kernels.interface import LinearKernel, LinearRequest
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_in, using_cuts
+from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
+from fewbit.kernels.registry import linear_kernels
+from fewbit.kernels.tuned.measure import call_time_us
+from fewbit.kernels.tuned.table import Table
+from fewbit.kernels.tuned.tune import inputs, rotated
+from fewbit.spec.element import E4M3
+from fewbit.spec.hardware import Hardware
+
+OPERANDS = {"cuda_wgmma": None, "cuda_wgmma_fp8": E4M3.name}
+"""Kernels over fragments -> what tensor cores multiply, see `fragment_layout_of`."""
+BLOCKS = {
+    8: ((2, 2), (2, 1), (1, 2)),
+    16: ((2, 2), (2, 1)),
+    32: ((2, 2), (2, 1), (4, 1)),
+    64: ((2, 2), (2, 1), (4, 1), (3, 1)),
+    128: ((2, 1), (3, 1), (2, 2)),
+    192: ((2, 1),),
+    256: ((2, 1),),
+}
+"""Tokens of a block -> warpgroups and tiles of each; two tiles of sums for E4M3 take twice the registers."""
+MOST_FP8 = {(2, 2): 64, (4, 1): 64, (3, 1): 128, (2, 1): 192, (1, 2): 64}
+MOST_STAGES, FEWEST_STAGES = 16, 3
+PARTS = (4, 8)
+FEW = 32
+"""Tokens up to which two blocks have room on a multiprocessor."""
+DECODES_FIRST_FROM = 1024
+_WIDTHS_16, _WIDTHS_FP8 = (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 192)
+
+
+def cut_candidates(layout: FragmentLayout, tokens: int, multiprocessors: int) -> Iterator[Cut]:
+    """Cuts worth timing for a product of so many rows."""
+    is_fp8 = layout.operand == E4M3.name
+    widths = _WIDTHS_FP8 if is_fp8 else _WIDTHS_16
+    last = next((index for index, width in enumerate(widths) if width >= tokens), len(widths) - 1)
+    if tokens >= DECODES_FIRST_FROM and not is_fp8:
+        yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True)
+    for width in widths[last - 1 if tokens > 64 else last : last + 1]:
+        for warpgroups, tiles in BLOCKS[width]:
+            if is_fp8 and width > MOST_FP8[warpgroups, tiles]:
+                continue
+            base = Cut(width, warpgroups, tiles, MOST_STAGES)
+            options = [base, *_of_few(base, layout, tokens, multiprocessors)]
+            if width >= FEW and not is_fp8:
+                options.append(replace(base, step=4))
+            fitted = (option.fitted(layout) for option in options)
+            yield from (option for option in fitted if option.stages >= FEWEST_STAGES)
+
+
+def _of_few(base: Cut, layout: FragmentLayout, tokens: int, multiprocessors: int) -> Iterator[Cut]:
+    """The same where few tokens make the ends of blocks count."""
+    if tokens > FEW:
+        return
+    tiles = -(-layout.units // base.units) * -(-tokens // base.tokens)
+    beside = replace(base, residents=2) if base.warpgroups == 2 and base.tiles == 1 else None
+    if beside is not None and layout.operand != E4M3.name:
+        yield beside
+    for one in (base, beside):
+        if one is None:
+            continue
+        room = multiprocessors * one.residents
+        if 2 * tiles > multiprocessors and tiles <= room:
+            yield replace(one, whole=True)
+        for parts in PARTS:
+            if layout.depths % parts == 0 and tiles * parts <= room:
+                yield replace(one, parts=parts)
+
+
+def compile_cuts(jobs: Iterable[tuple[Decoding, Cut]]) -> None:
+    """Compiles kernels in a process to each core, into the folder that this process reads."""
+    from fewbit.kernels.cuda.products import product_code
+
+    distinct = list(dict.fromkeys(jobs))
+    count = min(len(os.sched_getaffinity(0)), len(distinct))
+    if count:
+        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(product_code, *zip(*distinct, strict=True)))
+
+
+def tune_cuts(
+    request: LinearRequest, hardware: Hardware, ladder: Iterable[int], multiprocessors: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The fastest cut at every M of the ladder for each kernel over fragments that takes the request, for a table."""
+    found: list[dict[str, Any]] = []
+    for name, operand in OPERANDS.items():
+        kernel = linear_kernels()[name]
+        layout = fragment_layout_of(request, operand) if kernel.refuse(request, hardware) is None else None
+        if layout is not None:
+            found += _tuned(request, kernel, layout, list(ladder), multiprocessors, say)
+    return found
+
+
+def _tuned(
+    request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], multiprocessors: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens, multiprocessors))) for tokens in ladder}
+    compile_cuts((layout.decoding, cut) for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
+    weights, found = rotated(kernel, request, "cuda"), []
+    for tokens, cuts in candidates.items():
+        x, timed = inputs(request, tokens, "cuda"), []
+        for cut in cuts:
+            with using_cuts(lambda *_, cut=cut: cut):
+                timed.append((call_time_us([partial(kernel.run, x, one, None) for one in weights], "cuda"), cut))
+        best_us, best = min(timed, key=lambda pair: pair[0])
+        say(f"{request.key} N={request.rows} K={request.columns} M={tokens}: {best_us:.1f} us, {best}")
+        found.append({"layout": asdict(layout), "M": tokens, "cut": asdict(best), "us": round(best_us, 2)})
+    return found
+
+
+def cutter_of(table: Table) -> Callable[[FragmentLayout, int, str], Cut]:
+    """Takes cuts from one table, or by rule."""
+    return lambda layout, tokens, _device: cut_in(table, layout, tokens)

@@ -1,0 +1,214 @@
+"""Weight fragments: the layout against what the tensor cores take, the record, and the sources that read it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fewbit.errors import CheckpointError
+from fewbit.kernels.cuda.compiler import read_entry, write_entry
+from fewbit.kernels.cuda.products import Problem
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
+from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
+from fewbit.kernels.linear.fragment_cuts import cut_for
+from fewbit.kernels.linear.fragment_layout import (
+    CODE_BYTES,
+    DEPTH,
+    ROWS,
+    FragmentLayout,
+    fragment_layout_of,
+    fragment_numbers,
+    fragments,
+)
+from fewbit.numerics import dequantize
+from fewbit.spec import DEVICES
+from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
+
+KERNEL, FP8 = CudaWgmma(), CudaWgmmaFp8()
+H200 = DEVICES["sm90"].with_software("cuda-core")
+TAKEN = [name for name, key in KEYS.items() if KERNEL.refuse(LinearRequest(key, 64, 256), H200) is None]
+
+
+TAKEN_FP8 = [name for name, key in KEYS.items() if FP8.refuse(LinearRequest(key, 64, 256), H200) is None]
+
+
+def test_what_fragments_take() -> None:
+    wanted = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
+    assert wanted <= set(TAKEN)
+    assert not {"W4A16 g16", "W5A16", "W8A16", "NVFP4A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static"]
+
+
+@pytest.mark.parametrize(
+    ("request_of", "device", "words"),
+    [
+        ({}, DEVICES["sm90"], "cuda-core"),
+        ({}, DEVICES["sm100"].with_software("cuda-core"), "10.0"),
+        ({}, DEVICES["sm80"].with_software("cuda-core"), "8.0"),
+        ({"columns": 132}, H200, "multiple of 8"),
+        ({"dtype": "f16"}, H200, "scales of f16"),
+        ({"dtype": "f32"}, H200, "f32"),
+        ({"batch_invariant": True}, H200, "same bits"),
+        ({"has_order": True}, H200, "act-order"),
+    ],
+)
+def test_refusals_name_what_is_missing(request_of: dict, device: object, words: str) -> None:
+    arguments = {"key": KEYS["W4A16 channel"], "rows": 64, "columns": 256} | request_of
+    refusal = KERNEL.refuse(LinearRequest(**arguments), device)
+    assert refusal is not None
+    assert words in refusal.reason
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 32), (96, 256), (33, 576), (1, 128), (200, 1096)])
+def test_fragments_stand_for_the_numbers_of_the_record(name: str, rows: int, columns: int) -> None:
+    record = layer(KEYS[name], rows, columns)
+    request = LinearRequest.of(record, KEYS[name])
+    layout = fragment_layout_of(request)
+    if layout is None:
+        assert columns % KEYS[name].weight.granularity.columns
+        return
+    weight = fragments(record, layout)
+    assert (weight.nbytes, weight.shape) == (layout.nbytes, (layout.units, layout.depths, layout.unit_bytes))
+    assert torch.equal(fragment_numbers(weight, layout), dequantize(record).bfloat16().float())
+    assert FragmentLayout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (96, 256), (1, 128), (200, 1152)])
+@pytest.mark.parametrize("name", TAKEN_FP8)
+def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: int, columns: int) -> None:
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]), "e4m3")
+    assert layout is not None
+    assert torch.equal(fragment_numbers(fragments(record, layout), layout), dequantize(record))
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_the_left_operand_to_e4m3(data: st.DataObject) -> None:
+    """By the register layout of 8-bit `wgmma`, with the arithmetic of `decode_e4m3`."""
+    rows, columns = data.draw(st.integers(1, 150)), 16 * data.draw(st.integers(1, 20))
+    record = layer(KEYS["W4AF8 static"], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 static"]), "e4m3")
+    assert layout is not None
+    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
+    word = int(words[unit, depth, step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2])
+    nibbles = (word & 0xFFFFFFFF) >> 4 * (register % 2)
+    decoded = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81
+    bits = torch.tensor([decoded >> 8 * byte & 0xFF], dtype=torch.uint8)
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 32 + register // 2 * 16 + lane % 4 * 4 + byte
+    inside = row < rows and column < columns
+    assert bits.view(torch.float8_e4m3fn).item() * 512 == (int(record["codes"][row, column]) if inside else 0)
+
+
+@given(st.data())
+def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> None:
+    """By the register layout of `wgmma`: lane / 4 is the row of eight, lane % 4 the pair of input features."""
+    rows, columns = data.draw(st.integers(1, 150)), 8 * data.draw(st.integers(1, 40))
+    record = layer(KEYS["W4A16 channel"], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
+    assert layout is not None
+    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    word = int(words[unit, depth, step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
+    found = word >> (4 * register) >> (16 * half) & 15
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    inside = row < rows and column < columns
+    assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
+
+
+def test_a_code_out_of_range_is_not_packed() -> None:
+    record = layer(KEYS["W4A16"], 32, 128)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16"]))
+    assert layout is not None
+    codes = record["codes"].clone()
+    codes[3, 5] = 8
+    with pytest.raises(CheckpointError, match="int4"):
+        fragments(record.with_tensors(codes=codes), layout)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (), (3,), (2, 300)])
+def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, ...]) -> None:
+    record = layer(KEYS["W4A16 asym g32"], 40, 96)
+    request = LinearRequest.of(record, KEYS["W4A16 asym g32"])
+    x, bias = inputs((*tokens, 96), torch.bfloat16), torch.randn(40).bfloat16()
+    y = KERNEL.run(x, KERNEL.prepare(record, request), bias)
+    assert_close(y, expected(x, record, request.key, bias, KERNEL), "bf16")
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "another device"])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (28672, 4096), (64, 128)])
+def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, group: int, device: str) -> None:
+    layout = FragmentLayout(rows, columns, group, "bf16", 0, operand == "bf16", operand)
+    for tokens in (1, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
+        cut = cut_for(layout, tokens, device)
+        assert cut.decodes_first or cut.shared_bytes(layout) <= cut.shared_limit
+        assert cut.stages >= 2
+        assert layout.depths % cut.parts == 0
+
+
+def test_sources_and_their_macros_go_with_each_other() -> None:
+    """Every name in capitals that a source uses and does not define is given by the launcher."""
+    folder = files("fewbit.kernels.cuda")
+    shared = ["hopper.cuh", "fragments.cuh"]
+    given = {"GROUP", "HAS_ZERO", "HALF"}
+    assert _asked(folder, [*shared, "decode.cu"]) == given
+    cut = {
+        "TOKENS",
+        "WARPGROUPS",
+        "TILES",
+        "STAGES",
+        "PARTS",
+        "RESIDENTS",
+        "OPERAND_BYTES",
+        "RECEIVED_APART",
+    }
+    given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
+    assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
+    assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP"}
+
+
+def _asked(folder: Traversable, names: list[str]) -> set[str]:
+    text = "".join((folder / name).read_text() for name in names)
+    code = re.sub(r'//.*|"[^"]*"', "", text)
+    defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
+    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
+
+
+def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
+    text = (files("fewbit.kernels.cuda") / "ring.cuh").read_text()
+    body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
+    names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
+    assert names == [name for name, _ in Problem._fields_]
+    assert ctypes.sizeof(Problem) == 6 * 8 + 8 * 4
+
+
+def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:
+    path = tmp_path / "deeper" / "entry.cubin"
+    assert read_entry(path) is None
+    write_entry(path, b"machine code")
+    assert read_entry(path) == b"machine code"
+    assert [entry.name for entry in path.parent.iterdir()] == ["entry.cubin"]
+    whole = path.read_bytes()
+    for broken in (whole[:-1], whole[:20], b"", whole[:-1] + b"X"):
+        path.write_bytes(broken)
+        assert read_entry(path) is None
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    write_entry(blocked / "entry.cubin", b"machine code")
+    assert read_entry(blocked / "entry.cubin") is None
