@@ -29,6 +29,10 @@ HUMMING: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
         "float8e4m3",
     ),
+    "int4:group128:bf16 * e4m3:token:f32:dynamic": (
+        {"dtype": "int4", "group_size": GROUP, "scale_dtype": "bfloat16"},
+        "float8e4m3",
+    ),
     "FP8_DYNAMIC": ({"dtype": "float8e4m3", "group_size": 0, "scale_dtype": "bfloat16"}, "float8e4m3"),
 }
 

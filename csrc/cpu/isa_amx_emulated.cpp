@@ -28,11 +28,15 @@ void linear_amx_emulated(const Job& job, Team& team, Range blocks) {
 }
 
 void integer_linear_amx_emulated(const Job& job, const Rounding& rounding, Team& team, Range blocks) {
-  if (job.tokens >= kAmxTokens) return amx_integer_linear<Avx2Emulating, AmxEmulated>(job, rounding, team, blocks);
+  if (amx_pays(job)) return amx_integer_linear<Avx2Emulating, AmxEmulated>(job, rounding, team, blocks);
   integer_linear<Avx2>(job, rounding, team, blocks);
 }
 
-extern const Kernels kAmxEmulatedKernels{linear_amx_emulated, integer_linear_amx_emulated, dense_avx2, decode_avx2,
+void dense_amx_emulated(const Job& job, Team& team, Range blocks) {
+  takes_amx_dense(job) ? amx_dense<Avx2Emulating, AmxEmulated>(job, team, blocks) : dense_avx2(job, team, blocks);
+}
+
+extern const Kernels kAmxEmulatedKernels{linear_amx_emulated, integer_linear_amx_emulated, dense_amx_emulated, decode_avx2,
                                          experts_avx2};
 
 }  // namespace fewbit

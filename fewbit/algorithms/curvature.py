@@ -42,7 +42,7 @@ def curvature(gram: Tensor, damping: float) -> Curvature:
     """
     diagonal = gram.diagonal()
     mean = diagonal.mean()
-    if not bool(gram.isfinite().all()) or not bool(mean > 0):
+    if not bool(gram.isfinite().all() & (mean > 0)):
         return Curvature(torch.eye(len(gram), device=gram.device), None, "the Gram matrix is not finite or zero")
     gram = gram + torch.diag(torch.where(diagonal > 0, 0.0, mean))
     tried = damping
@@ -78,13 +78,11 @@ def _factor(matrix: Tensor) -> Tensor | None:
     and U = R^-1: better conditioned than factoring the inverse.
     """
     lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
-    if bool(failed):
-        return None
     upper = lower.flip(0, 1)
     factor = torch.linalg.solve_triangular(
         upper, torch.eye(len(upper), dtype=upper.dtype, device=upper.device), upper=True
     )
-    return factor if bool(factor.isfinite().all()) else None
+    return factor if bool((failed == 0) & factor.isfinite().all()) else None
 
 
 def output_loss(difference: Tensor, gram: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from fewbit.algorithms.curvature import curvature
 from fewbit.algorithms.descent import compensate, descend
 from fewbit.algorithms.grid import Grid, Scales, stacked
 from fewbit.algorithms.interface import Algorithm, LayerResult, LayerTask, relative_losses
+from fewbit.algorithms.panels import PANEL
 from fewbit.algorithms.scale_fit import fit_scales
 from fewbit.algorithms.scale_search import search_scales
 from fewbit.errors import SchemeError
@@ -108,7 +109,7 @@ class Gptq(Algorithm):
         inverse = torch.argsort(order)
         found = curvature(gram[order][:, order], self.settings.damping)
         natural = found.matrix[inverse][:, inverse].contiguous()
-        scales = [self._scales(task, found.matrix, natural, order) for task in tasks]
+        scales = self._scales_of_all(tasks, found.matrix, natural, order)
         columns = _columns(scales, weights, order)
         target, helped = torch.cat(weights).T[order].contiguous(), None
         if found.factor is None or not self.settings.compensate:
@@ -129,6 +130,22 @@ class Gptq(Algorithm):
             scales = _fitted(weights, scales, plain, natural)
         method = f"{self.name}: {found.note}" if found.note else self.name
         return self._results(weights, scales, plain, gram, method, helped)
+
+    def _scales_of_all(self, tasks: list[LayerTask], ordered: Tensor, natural: Tensor, order: Tensor) -> list[Scales]:
+        """The scales of each layer; layers of one key, each row of which has scales of its own, are searched as one."""
+        first = tasks[0]
+        height = first.key.weight.granularity.extents(tuple(first.weight.shape))[0]
+        kinds = {(one.key, one.rules, one.weight.dtype) for one in tasks}
+        if height != 1 or len(kinds) > 1 or first.key.weight.global_scale is not None:
+            return [self._scales(task, ordered, natural, order) for task in tasks]
+        stack = replace(first, weight=torch.cat([task.weight for task in tasks]))
+        whole = self._scales(stack, ordered, natural, order)
+        sizes = [len(task.weight) for task in tasks]
+        zeros = [None] * len(tasks) if whole.zero_point is None else whole.zero_point.split(sizes)
+        return [
+            replace(whole, scale=scale, zero_point=zero)
+            for scale, zero in zip(whole.scale.split(sizes), zeros, strict=True)
+        ]
 
     def _scales(self, task: LayerTask, ordered: Tensor, natural: Tensor, order: Tensor) -> Scales:
         """The scales of a layer, `ordered` and `natural` being H in the order of visits and in its own."""
@@ -154,7 +171,7 @@ class Gptq(Algorithm):
         d^T H d - 2 w^T D d and what no change alters, D being the mean of (x' - x) x^T for the inputs x and, of the
         unquantized model, x'.
         """
-        drift = self.settings.asymmetric * (shift @ factor.T).triu(1) @ factor
+        drift = drift_of(shift, factor).mul_(self.settings.asymmetric)
         moved = compensate(target.clone(), factor, columns, drift)
         pull = shift.T @ target
 
@@ -163,8 +180,11 @@ class Gptq(Algorithm):
             return ((gram @ change - 2 * pull) * change).sum(dim=0)
 
         helps = missed(moved) < missed(values)  # false where it is not finite
-        wanted = target + self.settings.asymmetric * (factor.T @ (factor @ pull))
-        return torch.where(helps, moved, values), torch.where(helps, wanted, target), helps
+        values = torch.where(helps, moved, values)
+        if self.settings.sweeps:  # which go on towards it
+            wanted = target + self.settings.asymmetric * (factor.T @ (factor @ pull))
+            target = torch.where(helps, wanted, target)
+        return values, target, helps
 
     def _results(
         self,
@@ -197,6 +217,27 @@ class Gptq(Algorithm):
             return [(f"asymmetric term in {n} of {size} rows",) for n, size in zip(counts, sizes, strict=True)]
         told = ("no asymmetric term: the input was not compared with the unquantized model's",)
         return [told if self.settings.asymmetric else ()] * len(sizes)
+
+
+def drift_of(shift: Tensor, factor: Tensor) -> Tensor:
+    """P = strictly upper part of (D U^T), times U, float32 [K, K]: what is below the diagonal of P is zero.
+
+    Args:
+        shift: D, float32 [K, K].
+        factor: upper triangular U, float32 [K, K].
+    """
+    if not factor.is_cpu:
+        return (shift @ factor.T).triu(1) @ factor
+    # Of both products only what is not known to be zero: a third of the work.
+    inner, drift = torch.zeros_like(factor), torch.zeros_like(factor)
+    for first in range(0, len(factor), PANEL):
+        last = min(first + PANEL, len(factor))
+        inner[:last, first:last] = shift[:last, first:] @ factor[first:last, first:].T
+    inner.triu_(1)
+    for first in range(0, len(factor), PANEL):
+        last = min(first + PANEL, len(factor))
+        drift[first:last, first:] = inner[first:last, first:] @ factor[first:, first:]
+    return drift
 
 
 def _grid(scales: list[Scales], weights: list[Tensor]) -> Grid:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -194,6 +195,12 @@ def _together(parts: list[Scales]) -> Scales:
 
 def _along_candidates(numbers: Sequence[float], device: torch.device) -> Tensor:
     """[C, 1, 1]."""
+    return _sent(tuple(numbers), device)
+
+
+@cache
+def _sent(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """See `_along_candidates`; sent to a device once, which waits for it."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None]
 
 

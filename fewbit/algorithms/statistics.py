@@ -99,8 +99,9 @@ class InputStatistics:
             return
         self.peaks = torch.maximum(self.peaks, peaks)
         self.magnitudes += sizes.sum(dim=0, dtype=torch.float32)
-        # Products of 16-bit numbers are exact in float32, so a 16-bit multiplication that accumulates in float32 would
-        # differ in the order of the sums alone; torch rounds its result to 16 bits, so the rows are widened.
+        if _multiplied_as_they_are(rows):
+            self.products += _outer_products(rows, rows)
+            return
         rows = rows.float()
         width = GRAM_PANEL if rows.is_cpu else max(1, rows.shape[1])  # a GPU has it done before it is told all panels
         for start in range(0, rows.shape[1], width):
@@ -109,10 +110,15 @@ class InputStatistics:
 
     def compare(self, x: Tensor, unquantized: Tensor) -> None:
         """Takes in what a batch x [..., K], which was added, is in the unquantized model."""
-        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = x.reshape(-1, x.shape[-1])
+        unquantized = unquantized.reshape(rows.shape)
         if self.shift is None:
             self.shift = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-        self.shift.addmm_((unquantized.reshape(rows.shape).float() - rows).T, rows)
+        if _multiplied_as_they_are(rows) and unquantized.dtype == rows.dtype:
+            self.shift += _outer_products(unquantized, rows) - _outer_products(rows, rows)
+        else:
+            rows = rows.float()
+            self.shift.addmm_((unquantized.float() - rows).T, rows)
         self.shifted += len(rows)
 
     def require_finite(self) -> None:
@@ -185,6 +191,19 @@ class InputStatistics:
         if self.magnitudes is None or self.tokens == 0:
             raise ValueError("no calibration token reached this layer")
         return self.magnitudes / self.tokens
+
+
+def _multiplied_as_they_are(rows: Tensor) -> bool:
+    """Whether 16-bit rows go through a multiplication that accumulates in float32 and does not round its result.
+
+    Products of 16-bit numbers are exact in float32, so it differs from one of widened rows in the order of sums alone.
+    """
+    return rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16)
+
+
+def _outer_products(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of the outer products of 16-bit rows, float32 [K, K]."""
+    return torch.mm(left.T, right, out_dtype=torch.float32)
 
 
 def _histogram(sizes: Tensor) -> Tensor:

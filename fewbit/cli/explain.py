@@ -79,12 +79,13 @@ def _decoded_by(model: Path, target: Any, explained: list[dict[str, Any]]) -> st
     from fewbit.models.stored import StoredCheckpoint
     from fewbit.runtime.decode_step import obstacles
     from fewbit.runtime.generate import COMPILED_STEP
+    from fewbit.spec import LinearKey
 
     if target.platform != "cpu":
         return f"transformers: the compiled step runs on CPUs, not on {target.name}"
     for entry in explained:
-        if not linear_kernels()[entry["kernel"]].in_compiled_step:
-            return f"transformers: {entry['layer']} runs on {entry['kernel']}, which the compiled step cannot call"
+        if refusal := linear_kernels()[entry["kernel"]].refuse_step(LinearKey.parse(entry["key"])):
+            return f"transformers: {entry['layer']} {refusal}"
     reason = next(obstacles(model_of(StoredCheckpoint.open(model))), None)
     return COMPILED_STEP if reason is None else f"transformers: {reason}"
 

@@ -33,6 +33,7 @@ def tune(
     """Time every kernel that takes a layer, at a ladder of M, and write the table that choices are made from."""
     quiet_libraries()
     from fewbit.cli.explain import asked_request, element_of, stored_requests
+    from fewbit.kernels.tuned.layouts import layout_costs
     from fewbit.kernels.tuned.session import tune_layers
     from fewbit.kernels.tuned.table import file_name, name_of, user_folder
 
@@ -54,6 +55,11 @@ def tune(
         print_json(_summary(table, path))
         return
     console.print(f"{len(table.costs)} costs and {len(table.plans)} plans in {path}.")
+    console.print("One layout for every number of rows, against a free choice at each:")
+    asked = {*requests}
+    for cost in layout_costs(table, target):
+        if cost.request in asked:
+            console.print(f"  {cost}", highlight=False)
 
 
 def _summary(table: Any, path: Path) -> dict[str, Any]:

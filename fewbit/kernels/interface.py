@@ -174,9 +174,6 @@ class LinearKernel(Kernel):
     rounds_produced: ClassVar[bool] = False
     """Whether `run_produced` makes and rounds activations at once."""
 
-    in_compiled_step: ClassVar[bool] = False
-    """Whether the compiled decode step can call it; `compiled_layer` then says how."""
-
     @abstractmethod
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         """Why the kernel will not run the request there; None is consent. Pure; never raises."""
@@ -202,8 +199,12 @@ class LinearKernel(Kernel):
         """`run` of what the producer makes of x: inside the same operation where the kernel rounds activations."""
         return self.run(producer(x), prepared, bias)
 
+    def refuse_step(self, key: LinearKey) -> str | None:
+        """Why the compiled decode step (`kernels/decoder.py`) cannot call it for a layer of the key; None if it can."""
+        return f"runs on {self.name}, which the compiled step cannot call"
+
     def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
-        """The layer as the compiled decode step takes it (`kernels/decoder.py`), where `in_compiled_step`."""
+        """The layer as the compiled decode step takes it, which `refuse_step` did not refuse."""
         raise NotImplementedError(f"{self.name} is no kernel of the compiled decode step")
 
     def prepared_bytes(self, request: LinearRequest) -> int:

@@ -6,6 +6,7 @@ linear layers. It then has no joined projections.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
@@ -64,6 +65,12 @@ def family_of_model(model: PreTrainedModel) -> ModelFamily:
             f"{type(model).__name__} has no list of decoder blocks with linear layers.", "Use a decoder model."
         )
     return ModelFamily(blocks=max(candidates)[1], joined=())
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Equal for modules that are made alike: names and types of what is inside, and shapes of parameters."""
+    types = tuple((name, type(part)) for name, part in module.named_modules())
+    return types, tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 def blocks_of(model: PreTrainedModel) -> dict[str, nn.Module]:

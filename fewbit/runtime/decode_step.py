@@ -98,8 +98,8 @@ def _layer_obstacles(name: str, layer: nn.Module, dtype: torch.dtype) -> Iterato
     if isinstance(layer, QuantizedLinear):
         if layer.choice is None or layer.prepared is None:
             yield f"{name} is not loaded"
-        elif not layer.choice.kernel.in_compiled_step:
-            yield f"{name} runs on {layer.choice.kernel.name}, which the compiled step cannot call"
+        elif reason := layer.choice.kernel.refuse_step(layer.key):
+            yield f"{name} {reason}"
     elif type(layer) is not nn.Linear:
         yield f"{name} is a {type(layer).__name__}, no linear layer"
     elif layer.weight.dtype != dtype:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fewbit.algorithms.curvature import curvature
 from fewbit.algorithms.descent import compensate
-from fewbit.algorithms.gptq import Gptq
+from fewbit.algorithms.gptq import Gptq, drift_of
 from fewbit.algorithms.grid import Grid, Scales
+from fewbit.algorithms.panels import PANEL
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import SchemeError
 from fewbit.numerics import dequantize, round_to
@@ -71,11 +72,19 @@ def test_the_asymmetric_term_is_its_formula(scheme: str, strength: float) -> Non
     assert torch.allclose(shift.double(), exact, atol=1e-4 * exact.abs().max())
     scales = Scales.nearest(weight(), KEYS[scheme].weight, ScaleRules(), None)
     columns = scales.columns((OUTPUTS, FEATURES), torch.arange(FEATURES))
-    drift = strength * (shift @ found.factor.T).triu(1) @ found.factor
+    drift = strength * drift_of(shift, found.factor)
     fast = columns.meaning(compensate(weight().float().T.contiguous(), found.factor, columns, drift)).T
     slow = slow_gptaq(weight(), found.matrix, shift, scales.grid((OUTPUTS, FEATURES)), strength)
     assert (fast.double() - slow).abs().gt(1e-6).float().mean() < 0.02
     assert float(missed(fast).sum()) == pytest.approx(float(missed(slow).sum()), rel=0.01)
+
+
+@pytest.mark.parametrize("features", [5, PANEL, 2 * PANEL + 7])
+def test_the_drift_is_its_formula_however_many_panels(features: int) -> None:
+    generator = torch.Generator().manual_seed(features)
+    shift, factor = torch.randn(2, features, features, generator=generator, dtype=torch.float64)
+    factor = factor.triu()
+    torch.testing.assert_close(drift_of(shift, factor), (shift @ factor.T).triu(1) @ factor)
 
 
 @pytest.mark.parametrize("sweeps", [0, 2])

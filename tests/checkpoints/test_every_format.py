@@ -70,6 +70,19 @@ def test_what_is_written_reads_back_bit_for_bit(name: str, key: str) -> None:
 
 
 @EVERY_HELD_KEY
+def test_codes_are_packed_where_they_lie(name: str, key: str) -> None:
+    """On meta whatever brings them to the CPU, or looks at a number, is an error; a table of codes may be looked at."""
+    record = layer(KEYS[key])
+    tables = {role: record[role] for role in ("codebook",) if role in record}
+    made = formats()[name].write(record.to("meta").with_tensors(**tables), KEYS[key])
+    known, _ = written(name, key)
+    assert made.keys() == known.keys()
+    largest = max(known, key=lambda tensor: known[tensor].nbytes)
+    assert made[largest].is_meta
+    assert all((one.dtype, one.shape) == (known[tensor].dtype, known[tensor].shape) for tensor, one in made.items())
+
+
+@EVERY_HELD_KEY
 def test_written_tensors_are_those_of_the_specs(name: str, key: str) -> None:
     tensors, stored = written(name, key)
     specs = {spec.name: spec for spec in formats()[name].specs(stored)}

@@ -88,15 +88,15 @@ def test_scales_of_blocks_are_prepared_as_torch_takes_them() -> None:
 
 
 def test_fp4_whose_scales_are_far_apart_is_not_folded() -> None:
-    """E4M3 holds E2M1 times powers of two down to 2**-14; groups of zeros may have any scale."""
+    """E4M3 holds E2M1 times powers of two down to 2**-11; groups of zeros may have any scale."""
     record = layer(KEYS["MXFP4 AF8"], 16, 256)
     scale, codes = record["scale"].clone(), record["codes"].clone()
     scale[:] = 120
-    scale[3, 1] = 120 - 14
+    scale[3, 1] = 120 - 11
     codes[5, 32:64], scale[5, 1] = 8, 3
     near = record.with_tensors(scale=scale, codes=codes)
     scale = scale.clone()
-    scale[7, 2] = 120 + 1 - 16
+    scale[7, 2] = 120 - 12
     far = record.with_tensors(scale=scale, codes=codes)
     request = LinearRequest.of(record, KEYS["MXFP4 AF8"])
     for one, folds in ((near, True), (far, False)):
@@ -135,7 +135,16 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16)])
+@pytest.mark.parametrize("columns", [64, 192, 384])
+def test_fp4_folds_scales_of_one_or_two_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "plan_for", lambda *_: Plan(64, 16, 4, 3, 3))
+    run(layer(KEYS["MXFP4 AF8"], 80, columns), "MXFP4 AF8", "bf16", (3, 17))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "plan", [Plan(programs=3), Plan(32, 16, programs=7), Plan(64, 32, 8, 3, 4), Plan(16, 16, depth=64)]
+)
 @pytest.mark.parametrize("name", ["W8A8", "FP8_BLOCK"])
 def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "plan_for", lambda *_: plan)
@@ -143,10 +152,13 @@ def test_every_plan_gives_the_same(name: str, plan: Plan, monkeypatch: pytest.Mo
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "W8A8 asym static", "FP8_BLOCK", "W4A8 g128"])
-def test_codes_read_through_descriptors_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "plan", [Plan(32, 16, 4, 3, 3, described=True), Plan(32, 16, 4, 3, 4, described=True, splits=True)]
+)
+@pytest.mark.parametrize("name", ["W8A8", "W8A8 asym", "W8A8 asym static", "FP8_DYNAMIC", "FP8_BLOCK", "W4A8 g128"])
+def test_codes_read_through_descriptors_give_the_same(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scales of groups lie between, the plan does without descriptors."""
-    monkeypatch.setattr(products, "plan_for", lambda *_: Plan(32, 16, 4, 3, 3, described=True))
+    monkeypatch.setattr(products, "plan_for", lambda *_: plan)
     run(layer(KEYS[name], 80, 320), name, "bf16", (1, 33))
 
 

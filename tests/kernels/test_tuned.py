@@ -21,6 +21,7 @@ from fewbit.kernels.registry import choose_kernel, linear_kernels
 from fewbit.kernels.select import Preference
 from fewbit.kernels.tuned.candidates import candidates
 from fewbit.kernels.tuned.cuts import cut_candidates
+from fewbit.kernels.tuned.layouts import layout_costs
 from fewbit.kernels.tuned.session import tune_layers
 from fewbit.kernels.tuned.table import SHIPPED, Table, table_for
 from fewbit.spec import DEVICES
@@ -90,6 +91,22 @@ def test_costs_are_averaged_over_the_mix_at_the_next_larger_m() -> None:
     assert table.costs_of(request, {1: 3, 7: 1}) == {"a": 2.0}
     assert table.costs_of(request, {17: 1}) == {}
     assert table.costs_of(replace(request, rows=128), {1: 1}) == {}
+
+
+def test_what_one_layout_costs_is_told_against_the_fastest_kernel_at_each_m() -> None:
+    key = KEYS["W4AF8 g128"]
+    layer = {"key": str(key), "dtype": "bf16", "N": 4096, "K": 4096}
+    costs = (
+        {**layer, "M": 1, "us": {"triton_fp8": 9.0, "triton_tiles_quantized": 6.0, "triton_tiles": 1.0}},
+        {**layer, "M": 4096, "us": {"triton_fp8": 150.0, "triton_tiles_quantized": 180.0, "triton_tiles": 170.0}},
+    )
+    table = Table(H200.model, "", {}, costs)
+    (cost,) = layout_costs(table, H200, {1: 1, 4096: 0.01})
+    assert cost.request == LinearRequest(key, 4096, 4096)
+    assert cost.at == {1: (6.0, "triton_tiles_quantized", 6.0), 4096: (180.0, "triton_fp8", 150.0)}
+    assert str(cost).endswith("triton_tiles_quantized; a free choice saves 20% at 4096 rows (triton_fp8)")
+    (other,) = layout_costs(table, H200, {4096: 1})
+    assert str(other).endswith("triton_fp8; a free choice saves 50% at 1 rows (triton_tiles_quantized)")
 
 
 def test_a_table_survives_writing_and_a_broken_one_is_an_error(tmp_path: Path) -> None:

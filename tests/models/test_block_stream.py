@@ -17,7 +17,7 @@ from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.load import load
 from fewbit.models.names import build_on_meta, read_config
-from fewbit.models.quantization.block_stream import BlockStream
+from fewbit.models.quantization.block_stream import BATCH, BlockStream, windows_at_once
 from fewbit.models.quantization.calibration import load_tokenizer, token_windows
 from fewbit.models.quantization.passes import LiveBytes
 from fewbit.models.quantization.quantize import quantize
@@ -215,3 +215,28 @@ def test_algorithms_that_use_data_end_nearer_to_the_model(tmp_path: Path, family
         found[algorithm] = divergence(loaded, reference, ids).mean_kl
     assert found["gptq"] < found["round_to_nearest"]
     assert found["sign_round"] < found["round_to_nearest"]
+
+
+def test_narrow_models_pass_more_windows_at_once_on_a_gpu_alone() -> None:
+    assert [windows_at_once(512, widest, on_cpu=False) for widest in (1536, 16384, 1 << 20)] == [170, 16, 16]
+    assert windows_at_once(8192, 16384, on_cpu=False) == BATCH
+    assert windows_at_once(512, 1536, on_cpu=True) == windows_at_once(512, 1536, on_cpu=False, tunes=True) == BATCH
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_blocks_of_one_structure_are_looked_at_once(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads what is the same in each; where a batch does not come to every expert, each block is asked again."""
+    source = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3, dtype=torch.float32)
+    looked: list[str] = []
+    plain = BlockStream._seen_inputs
+
+    def noted(stream: BlockStream, block: torch.nn.Module, path: str, inside: Any) -> Any:
+        looked.append(path)
+        return plain(stream, block, path, inside)
+
+    monkeypatch.setattr(BlockStream, "_seen_inputs", noted)
+    sizes = {"calibration_windows": 1, "calibration_length": 16, "self_samples": 0}
+    quantize(source, tmp_path / "q", group_size=32, algorithm="gptq", **sizes)
+    assert len(looked) == 1 if family == "llama" else 1 <= len(looked) <= 3

@@ -23,6 +23,7 @@ from fewbit.numerics import quantize as round_to_nearest
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import KV_CACHES
 from fewbit.spec.recipe import Recipe
+from tests.models.test_transforms import transformed
 from tests.tiny_models import save_tiny_model
 
 SHORT = {"calibration_windows": 4, "calibration_length": 64}
@@ -79,6 +80,37 @@ def test_sensitivity_predicts_the_divergence_of_each_layer(source: Path) -> None
         true = float((expected.exp() * (expected - got)).sum(-1).mean())
         ratios.append(found.layers[layer.name][key] / true)
     assert len(ratios) == 14 and all(0.4 < ratio < 2.5 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize(
+    ("family", "chain"),
+    [
+        ("llama", ("awq:points=4",)),
+        ("llama", ("rotation", "awq:points=4")),
+        ("qwen3_moe", ("smoothquant:alpha=0.6",)),
+        ("qwen3_moe", ("rotation", "smoothquant:alpha=0.6")),
+    ],
+)
+def test_sensitivity_is_that_of_the_transformed_weights(tmp_path: Path, family: str, chain: tuple[str, ...]) -> None:
+    """As if the transformed model had been written down and measured by itself."""
+    source = save_tiny_model(
+        tmp_path / "model", family, dtype=torch.float32, tie_word_embeddings=chain[0] == "rotation"
+    )
+    windows = torch.arange(128).reshape(4, 32) * 7 % 250
+    key = LinearKey.parse("int8:channel:f32")  # of which few numbers lie where rounding may go either way
+
+    def measured(folder: Path, *transforms: str) -> dict[str, float]:
+        asked = QuantizeOptions("W4A16", 32, algorithm="round_to_nearest", transforms=transforms)
+        plan = asked.plan(folder)
+        layers = plan.quantized
+        found = measure_sensitivity(folder, plan.recipe, layers, {one.name: [key] for one in layers}, windows)
+        return {name: losses[key] for name, losses in found.layers.items()}
+
+    transformed(source, list(chain), tmp_path / "transformed")
+    found, wanted, plain = measured(source, *chain), measured(tmp_path / "transformed"), measured(source)
+    assert found.keys() == wanted.keys()
+    assert all(found[name] == pytest.approx(loss, rel=0.05, abs=1e-9) for name, loss in wanted.items())
+    assert any(abs(found[name] / loss - 1) > 0.05 for name, loss in plain.items() if loss)
 
 
 def test_a_size_to_fit_into_holds_weights_and_cache(source: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_what_is_gathered_is_what_the_whole_model_shows(tmp_path: Path, family: 
 def test_layers_that_meet_in_a_later_batch_share_what_they_read(source: Path) -> None:
     """Experts that the first batch does not reach: who meets first, and what it had seen before, decides."""
     stream = BlockStream.__new__(BlockStream)
-    stream.ranks, stream.histograms = ALONE, True
+    stream.ranks, stream.histograms, stream.device = ALONE, True, torch.device("cpu")
     layers = {name: name for name in "abc"}
     shared, own = torch.ones(2, 4), torch.full((3, 4), 2.0)
     batches = [[("c", own)], [("a", shared), ("b", shared), ("c", own)], [("a", own), ("b", own), ("c", own)]]

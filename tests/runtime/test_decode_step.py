@@ -18,7 +18,7 @@ from fewbit.models.load import load
 from fewbit.models.quantization.quantize import quantize
 from fewbit.runtime.decode_step import DecodeStep, obstacles
 from fewbit.runtime.generate import COMPILED_STEP, Generated, generate
-from tests.kernels.layers import needs_extension
+from tests.kernels.layers import KEYS, needs_extension
 from tests.tiny_models import FAMILIES, VOCABULARY, byte_tokenizer, save_tiny_model
 
 FOUND = native.extension()
@@ -26,6 +26,8 @@ SETS = [] if isinstance(FOUND, native.Absent) else list(FOUND.instruction_sets)
 GATED = [family for family in FAMILIES if family in ROWS and ROWS[family].gated]
 TOKENS = torch.arange(20) * 7 % VOCABULARY
 PROMPT = 6
+UNEVEN = {"hidden_size": 72, "intermediate_size": 136, "head_dim": 48}
+"""Sizes that no block, vector or tile divides."""
 PLAIN = "plain"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative error of logits."""
@@ -95,20 +97,21 @@ def test_logits_are_those_of_transformers(folder: Any, family: str, scheme: str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_dtype_and_thread_count(folder: Any, name: str, dtype: torch.dtype) -> None:
-    model = loaded(folder("qwen3", "W4A16"), dtype)
+    plain, model = loaded(folder("qwen3", **UNEVEN), dtype), loaded(folder("qwen3", "W4A16"), dtype)
     try:
         with native.forced(name):
             for threads in (1, 2, 5):
                 torch.set_num_threads(threads)
                 for prompt in (PROMPT, 17):
                     assert_same_logits(model, prompt=prompt)
+                    assert_same_logits(plain, prompt=prompt)
                 assert torch.equal(stepped(model, TOKENS), stepped(model, TOKENS))
     finally:
         torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("changes", [{"num_key_value_heads": 4}, {"num_attention_heads": 8, "num_key_value_heads": 1}])
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 72, "intermediate_size": 136, "head_dim": 48}])
+@pytest.mark.parametrize("sizes", [{}, UNEVEN])
 def test_any_number_of_heads_and_features(folder: Any, changes: dict[str, int], sizes: dict[str, int]) -> None:
     assert_same_logits(loaded(folder("llama", **changes, **sizes)))
 
@@ -199,6 +202,12 @@ def test_other_kernels_and_settings_are_left_to_transformers(folder: Any) -> Non
     assert answer(model, max_new_tokens=2).decoded_by == (
         "transformers: model.layers.0.self_attn.q_proj runs on reference, which the compiled step cannot call"
     )
+    model = loaded(folder("llama", "W8A8"))
+    model.get_submodule("model.layers.0.mlp.up_proj").key = KEYS["W8A8 dynamic tensor"]
+    assert list(obstacles(model)) == [
+        "model.layers.0.mlp.up_proj rounds activations under one scale for all tokens, and the compiled step reads a "
+        "prompt in parts"
+    ]
     model = loaded(folder())
     model.generation_config.repetition_penalty = 1.2
     assert answer(model, max_new_tokens=2).decoded_by.endswith("the generation's settings ask for repetition_penalty")

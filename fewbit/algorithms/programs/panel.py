@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from fewbit.algorithms.panels import PANEL
 from fewbit.spec.element import Element
 
 ROWS = 16
@@ -88,6 +89,7 @@ def solve(
         given[0], factor, drift, *given[1:], values, errors, *strides, features, rows,
         LOW=element.min, HIGH=element.max, BITS=-1 if element.is_integer else element.mantissa_bits,
         LOWEST=0 if element.is_integer else element.min_exponent,
-        PANEL=max(16, triton.next_power_of_2(features)), ROWS=ROWS, num_warps=WARPS,
+        # One size for all: every other one would be compiled, and loaded by every process.
+        PANEL=max(PANEL, triton.next_power_of_2(features)), ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
     return values, errors

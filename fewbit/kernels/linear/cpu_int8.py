@@ -1,8 +1,9 @@
 """Integer weights under integer activations on x86, W8A8 and W4A8: fewbit's compiled kernels (`csrc/cpu`).
 
 Activations are rounded inside the call, by the definition's own steps. Products are summed exactly in 32 bits: with
-VNNI four bytes to an instruction; without it bytes as pairs of 16 bits and nibbles as pairs of bytes, neither of which
-can saturate. Each group's sum is then scaled in float32. Weights of at most 4 bits take 4, wider ones 8.
+AMX or VNNI four bytes to a sum at a time; without them bytes as pairs of 16 bits and nibbles as pairs of bytes,
+neither of which can saturate. Each group's sum is then scaled in float32. Weights of at most 4 bits take 4, wider
+ones 8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fewbit.kernels.activation.rounding import covers_all
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.cpu_blocks import blocks_bytes, fields_of, prepare_blocks
 from fewbit.kernels.linear.cpu_weight_only import fake_output, operand_pair
@@ -22,6 +24,7 @@ from fewbit.kernels.operations import define
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import LinearKey
 
 NARROWEST = 4
 LONGEST_SUM = 1 << 16
@@ -33,7 +36,6 @@ class CpuInt8(LinearKernel):
 
     name: ClassVar[str] = "cpu_int8"
     backend: ClassVar[str] = "cpu"
-    in_compiled_step: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         return Refusal.first(_obstacles(request, hardware))
@@ -70,6 +72,11 @@ class CpuInt8(LinearKernel):
             constants["rows"],
             constants["columns"],
         )
+
+    def refuse_step(self, key: LinearKey) -> str | None:
+        if key.activation is not None and key.activation.is_dynamic and covers_all(key.activation):
+            return "rounds activations under one scale for all tokens, and the compiled step reads a prompt in parts"
+        return None
 
     def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
         rounding = {name: int(prepared.constants[name]) for name in ("per_token", "low", "high")}

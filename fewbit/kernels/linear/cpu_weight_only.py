@@ -3,7 +3,8 @@
 Codes become float32 in registers, products are summed in float32, and the result is rounded once, so the numbers are
 the definition's up to the order of the sum. Integers with and without zero points or minima, E2M1, E2M3, E3M2 and the
 FP8 elements, scales of any granularity, act-order, any N and K, inputs of bf16, f16 and f32. Activation keys are
-dropped.
+dropped. With AMX codes under bf16 inputs are multiplied as bf16, which holds them exactly, and each group's sum is
+scaled in float32; inputs below the normal numbers count as zero there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fewbit.kernels.operations import define
 from fewbit.numerics import FLOAT_ZERO_POINT, QuantizedTensor
 from fewbit.packing.registry import unpack_record
 from fewbit.spec.hardware import Hardware
+from fewbit.spec.key import LinearKey
 
 SUPPORTED = ("minimum", FLOAT_ZERO_POINT, "order")
 
@@ -30,7 +32,6 @@ class CpuWeightOnly(LinearKernel):
 
     name: ClassVar[str] = "cpu_weight_only"
     backend: ClassVar[str] = "cpu"
-    in_compiled_step: ClassVar[bool] = True
     weight_only: ClassVar[bool] = True
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
@@ -61,6 +62,9 @@ class CpuWeightOnly(LinearKernel):
             constants["rows"],
             constants["columns"],
         )
+
+    def refuse_step(self, key: LinearKey) -> str | None:
+        return None
 
     def compiled_layer(self, prepared: Prepared, bias: Tensor | None) -> LinearLayer:
         return LinearLayer.of(LinearLayer.WEIGHT_ONLY, prepared.tensors, bias)

@@ -1,9 +1,10 @@
 """The prepared layout of weights for products on 8-bit tensor cores: codes by rows, or pairs of 4-bit codes in bytes.
 
 Codes are int8 [N, width] or E4M3 [N, width], width being K up to the next unit. Integers of up to 4 bits and E2M1 are
-held in pairs, int8 [N, width / 2]: byte c of a unit of two runs of C features holds feature c of the first run in its
-lower and of the second run in its upper half, so that no register moves after decoding (`programs.nibbles`). Decoded
-bytes are the numbers times a power of two, which `row_scale` takes away.
+held in pairs, int8 [N, width / 2], a unit of two runs of C features in C bytes, so that no register moves after
+decoding (`programs.nibbles`): for int8, byte c holds integer c of the first run in its lower and of the second run in
+its upper half; for E4M3, four bytes hold codes 4c to 4c + 3 of both runs, see `_words`. Decoded bytes are the numbers
+times a power of two, which `row_scale` takes away.
 
 Scales of groups lie [groups, N] in a 16-bit dtype that holds them exactly, or in float32; a scale of a whole row, and
 the second-level one, multiply the last sum.
@@ -21,7 +22,7 @@ from torch import Tensor
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
-from fewbit.kernels.linear.weight_tiles import group_of
+from fewbit.kernels.linear.weight_tiles import TILE_ROWS, group_of
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 
@@ -32,11 +33,15 @@ BLOCK = 128
 BLOCKS_APART = 4
 """Blocks along K come in fours; other numbers of them need padding that was not verified."""
 FOLDED_GROUP = 32
-FOLDED_RANGE = 14
-"""E2M1 times a power of two from 1 down to 2**-14 is exact in E4M3 with room for six above."""
+FOLDED_RANGE = 11
+"""E2M1 times a power of two from 1 down to 2**-11 is a normal number of E4M3 with room for six above."""
+FOLDED_RUN = 64
+"""Two scales for either run of a unit: one word of offsets."""
+FOLDED_TOP = 6
+"""The exponent of a row's largest scale in its codes: six times it is below E4M3's largest number."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
-_FACTORS = {("integer", "int8"): 2.0**-4, ("integer", "e4m3"): 2.0**9, ("e2m1", "e4m3"): 2.0**6}
+_FACTORS = {("integer", "int8"): 2.0**-4, ("e2m1", "e4m3"): 2.0**-FOLDED_TOP}
 SCALES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
@@ -52,9 +57,10 @@ class ProductLayout:
         x_group: the same of the activations.
         scale_dtype: `bf16`, `f16` or `f32`.
         block_rows: output features under one scale.
-        folds: whether weights decoded to E4M3 may hold their scales of groups: powers of two, none further than 2**-14
-            from the row's largest, which is in `row_scale`. They are stored as 2**12 times what is left of them:
-            decoded alone, numbers are 2**-6 of themselves, with what is left they are 2**6 times the product.
+        folds: whether weights decoded to E4M3 hold their scales of groups: powers of two, none further than 2**-11 from
+            the row's largest, which is in `row_scale`. `scale` is int32 then, a byte a group: what decoding takes from
+            the exponents of a group's codes, eight times as much; [units, N]. Bytes lie in tiles, see
+            `_tiles`.
     """
 
     operand: str
@@ -84,13 +90,17 @@ class ProductLayout:
     @property
     def step(self) -> int:
         """Input features that are summed before a scale may change."""
+        if self.folds:
+            return FOLDED_RUN
         return min(self.group or LONGEST_UNIT, self.x_group or LONGEST_UNIT, LONGEST_UNIT)
 
     @property
     def run(self) -> int:
         """Bytes of a row in a unit: whole lines of memory where K allows."""
-        fits = self.kind == "codes" or self.columns % (2 * self.step) == 0
-        return self.step if fits else max(32, self.step // 2)
+        if self.kind == "codes":
+            return self.step
+        runs = (run for run in (self.step, self.step // 2) if self.columns % (2 * run) == 0)
+        return max(FOLDED_GROUP, next(runs, FOLDED_GROUP if self.folds else self.step // 2))
 
     @property
     def unit(self) -> int:
@@ -112,12 +122,14 @@ class ProductLayout:
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
         blocks = self.rows // BLOCK * groups * 4 if self.in_blocks else 0
-        return self.rows * (self.units * self.run + groups * size + 4) + blocks
+        scales = self.units * 4 if self.folds else groups * size
+        held = -(-self.rows // TILE_ROWS) * TILE_ROWS if self.folds else self.rows
+        return held * self.units * self.run + self.rows * (scales + 4) + blocks
 
     @property
     def is_described(self) -> bool:
-        """Whether a program may read both sides through descriptors: codes of integers, no scale before the end."""
-        return self.kind == "codes" and self.operand == "int8" and not (self.group or self.x_group)
+        """Whether a program may read both sides through descriptors: codes in whole lines, no scale before the end."""
+        return self.kind == "codes" and not (self.group or self.x_group) and self.run == LONGEST_UNIT
 
     @property
     def in_blocks(self) -> bool:
@@ -128,7 +140,7 @@ class ProductLayout:
 
     def decoded(self) -> ProductLayout:
         """The layout of the same weight as 8-bit codes."""
-        return replace(self, kind="codes", group=0 if self.folds else self.group)
+        return replace(self, kind="codes", group=0 if self.folds else self.group, folds=False)
 
 
 def product_layout_of(request: LinearRequest, operand: str) -> ProductLayout | None:
@@ -194,9 +206,9 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
         if layout.folds:
             largest = _largest_scales(plain, scale)
-            scale = torch.where(scale > largest, 1.0, scale / largest) * factor**2
-            row_scale = largest / factor
-        scale = scale.to(SCALES[layout.scale_dtype])
+            scale, row_scale = _offsets(torch.where(scale > largest, 1.0, scale / largest), layout), largest * factor
+        else:
+            scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
             row_scale = row_scale * plain["global_scale"].flatten().float()
     else:
@@ -208,6 +220,24 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     if with_sums:
         sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
     return tensors | {"weight_sums": sums}
+
+
+def _offsets(scale: Tensor, layout: ProductLayout) -> Tensor:
+    """int32 words [units, N] of scales [groups, N] from 1 down: a byte for each group of a unit."""
+    steps = -torch.log2(scale).round().to(torch.int32).clamp(max=FOLDED_RANGE) * 8
+    a_unit = layout.unit // FOLDED_GROUP
+    missing = layout.units * a_unit - steps.shape[0]
+    padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).view(layout.units, a_unit, layout.rows)
+    padded = torch.nn.functional.pad(padded, (0, 0, 0, 4 - a_unit))
+    return padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16 | padded[:, 3] << 24
+
+
+def _scales_of(words: Tensor, layout: ProductLayout) -> Tensor:
+    """float32 scales [groups padded, N]: the inverse of `_offsets`."""
+    steps = torch.stack([(words >> (8 * position)) & 0xFF for position in range(4)], 1)
+    a_unit = layout.unit // FOLDED_GROUP
+    steps = steps.reshape(layout.units, -1, layout.rows)[:, :a_unit].reshape(-1, layout.rows)
+    return torch.ldexp(torch.ones_like(steps, dtype=torch.float32), -(steps // 8))
 
 
 def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
@@ -239,33 +269,66 @@ def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:
             codes = integers_in_range(plain).to(torch.float32 if layout.operand == "e4m3" else torch.int8)
         padded = torch.nn.functional.pad(codes.to(CODES[layout.operand]).view(torch.int8), (0, missing))
         return padded.contiguous().view(CODES[layout.operand])
-    if layout.kind == "integer":
-        numbers = integers_in_range(plain)
-        # A sign and three bits of magnitude for E4M3; a sign alone is -8.
-        fields = numbers & 15 if layout.operand == "int8" else (numbers < 0) * 8 | (numbers.abs() & 7)
-    else:
-        fields = codes.int()
+    fields = integers_in_range(plain) & 15 if layout.kind == "integer" else codes.int()
     padded = torch.nn.functional.pad(fields, (0, missing)).view(layout.rows, layout.units, 2, layout.run)
+    if layout.operand == "e4m3":
+        rows = _words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
+        return _tiles(rows) if layout.folds else rows
     pairs = padded[:, :, 0] | padded[:, :, 1] << 4
     return pairs.to(torch.uint8).view(torch.int8).reshape(layout.rows, -1).contiguous()
+
+
+def _tiles(rows: Tensor) -> Tensor:
+    """Bytes [N, C] as [N / 64, C / 32, 64, 32], so that 64 rows of what a scale covers lie together."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
+    return padded.view(-1, TILE_ROWS, rows.shape[1] // FOLDED_GROUP, FOLDED_GROUP).transpose(1, 2).contiguous()
+
+
+def _words(fields: Tensor) -> Tensor:
+    """int32 words [N, units, run / 4] of codes [N, units, 2, run]: four of either run.
+
+    The lower three bits of code i of the first run are at bit 4i and of the second at bit 16 + 4i, where a permutation
+    of bytes takes its selectors from; its sign is at bit 8i + 7 in the first run and at bit 8i + 3 in the second.
+    """
+    fours = fields.reshape(*fields.shape[:3], -1, 4)
+    words = torch.zeros_like(fours[:, :, 0, :, 0])
+    for (run, place), (lower, sign) in _PLACES.items():
+        code = fours[:, :, run, :, place]
+        words |= (code & 7) << lower | (code >> 3) << sign
+    return words
+
+
+def _fields(words: Tensor) -> Tensor:
+    """The inverse of `_words`, int32 [N, units, 2, run]."""
+    runs = []
+    for run in (0, 1):
+        places = (_PLACES[run, place] for place in range(4))
+        fours = [(words >> lower) & 7 | ((words >> sign) & 1) << 3 for lower, sign in places]
+        runs.append(torch.stack(fours, -1).flatten(2))
+    return torch.stack(runs, 2)
+
+
+_PLACES = {(run, place): (16 * run + 4 * place, 8 * place + 7 - 4 * run) for run in (0, 1) for place in range(4)}
+"""(run, code of four) -> bit of its lower three bits, bit of the sign."""
 
 
 def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor:
     """The numbers that prepared tensors stand for, float32 [N, K]: the inverse of `product_tensors`."""
     weight = tensors["weight"]
     if layout.kind != "codes":
-        fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
-        codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
-        if layout.kind == "e2m1":
-            numbers = decode(codes.to(torch.uint8), E2M1)
-        elif layout.operand == "int8":
-            numbers = ((codes ^ 8) - 8).float()
+        if layout.operand == "e4m3":
+            if layout.folds:
+                weight = weight.transpose(1, 2).reshape(-1, layout.units * layout.run)[: layout.rows].contiguous()
+            codes = _fields(weight.view(torch.int32).view(layout.rows, layout.units, -1)).reshape(layout.rows, -1)
         else:
-            numbers = (torch.where(codes == 8, 8, codes & 7) * (1 - 2 * (codes >> 3))).float()
-        numbers = numbers / _FACTORS[layout.kind, layout.operand]
+            fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)
+            codes = torch.cat([fields & 15, fields >> 4], 2).reshape(layout.rows, -1)
+        numbers = decode(codes.to(torch.uint8), E2M1) if layout.kind == "e2m1" else ((codes ^ 8) - 8).float()
+        numbers = numbers / _FACTORS.get((layout.kind, layout.operand), 1.0)
     else:
         numbers = weight.float()
     numbers = numbers[:, : layout.columns] * tensors["row_scale"][:, None]
     if layout.group:
-        numbers = numbers * tensors["scale"].float().t().repeat_interleave(layout.group, 1)[:, : layout.columns]
+        scale = _scales_of(tensors["scale"], layout) if layout.folds else tensors["scale"].float()
+        numbers = numbers * scale.t().repeat_interleave(layout.group, 1)[:, : layout.columns]
     return numbers

@@ -187,9 +187,9 @@ def _multiplied(
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
-    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
     tokens = flat.shape[0]
     plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
     if plan.decodes_first and layout.kind != "codes":
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()
@@ -213,8 +213,8 @@ def _defined(
     return (product if bias is None else product + bias).to(flat.dtype)
 
 
-def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _fake(x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], ProductLayout.parse(str(rest[9])).rows)
 
 
 _operation = define(

@@ -14,6 +14,7 @@ from fewbit.kernels.tuned.table import tables_of
 
 MULTIPROCESSORS = 132  # where nothing was measured, products are cut for a device of this size
 DECODES_FIRST_FROM = 257
+FOLDED_UP_TO = 384
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Plan:
             of codes, units of tiles.
         folds: multiply decoded numbers by the scales of groups, rounded once more, where the layout allows it.
         described: read both sides through the tensor descriptors of compute capability 9.0, where the layout allows;
-            `programs` then share the blocks.
+            `programs` then take whole blocks in turn.
+        splits: where descriptors are used, `programs` are equal chunks all the same.
+        depth: bytes of a row of codes that are read at a time where no scale of a group lies between; 0 for a line.
+        registers: the most of a thread, so that more programs fit a multiprocessor; 0 for what the compiler takes.
         decodes_first: decode the whole weight, then let the vendor's library multiply where it has the product.
     """
 
@@ -41,6 +45,9 @@ class Plan:
     ahead: int = 0
     folds: bool = False
     described: bool = False
+    splits: bool = False
+    depth: int = 0
+    registers: int = 0
 
 
 WeightLayout = TileLayout | ProductLayout
@@ -99,7 +106,8 @@ def _product_plan_by_rule(layout: ProductLayout, tokens: int) -> Plan:
     by_rows = not (layout.group or layout.x_group) or layout.folds
     if tokens > 64:  # sums of groups leave the tensor cores after each, which small blocks hide better
         blocks = (128, 128) if by_rows and layout.operand == "int8" else (64, 128)
-        return Plan(*blocks, 4, 3, decodes_first=by_rows and layout.operand == "e4m3")
+        first = layout.operand == "e4m3" and by_rows and (tokens > FOLDED_UP_TO or not layout.folds)
+        return Plan(*blocks, 4, 3, decodes_first=first)
     block_m = next(size for size in (16, 32, 64, 128) if tokens <= size or size == 128)
     blocks = -(-layout.rows // 64)
     programs = min(3 * MULTIPROCESSORS, blocks * layout.units) if blocks < 2 * MULTIPROCESSORS else 0

@@ -7,6 +7,8 @@ are cuBLAS's of compute capability 9.0 alone, with sums of 128; only a table of 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,15 @@ def vendor_multiplies(layout: ProductLayout) -> bool:
 def runs_on_hopper_alone(layout: ProductLayout) -> bool:
     """Of a layout that torch multiplies: whether only compute capability 9.0 has the product."""
     return layout.group > 0
+
+
+@cache
+def vendor_runs(layout: ProductLayout, device: torch.device) -> bool:
+    """Whether torch multiplies such codes on this device."""
+    if device.type != "cuda" or torch.version.hip is not None or not vendor_multiplies(layout):
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability == (9, 0) if runs_on_hopper_alone(layout) else capability >= (8, 9)
 
 
 def vendor_product(

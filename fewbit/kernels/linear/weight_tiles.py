@@ -60,6 +60,8 @@ class TileLayout:
         scale_kind: `bf16`, `f16`, `f32`, `e8m0`, or `e5m3` where decoding multiplies the scales in.
         offset: what is added to an integer before it is stored.
         has_zero: whether zero points are stored.
+        decodes_to: what a weight that is decoded first becomes: `e4m3` codes for FP8 tensor cores (`tile_codes`), or,
+            where it is empty, numbers of x's dtype.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class TileLayout:
     scale_kind: str
     offset: int
     has_zero: bool
+    decodes_to: str = ""
 
     @classmethod
     @cache
@@ -131,7 +134,7 @@ class TileLayout:
     def nbytes(self) -> int:
         """Bytes of all prepared tensors, counters aside."""
         words = self._word_rows(self.scale_bits) + (self._word_rows(8) if self.has_zero else 0)
-        return self.padded_rows * (self.units * self.run * 2 + words * 4 + 4)
+        return self.padded_rows * (self.units * self.run * 2 + words * 4 + (12 if self.decodes_to else 4))
 
     def _word_rows(self, bits: int) -> int:
         if not self.group:
@@ -301,9 +304,7 @@ def _words(values: Tensor, layout: TileLayout, bits: int) -> Tensor:
 
 def tile_numbers(tensors: dict[str, Tensor], layout: TileLayout) -> Tensor:
     """The numbers that prepared tensors stand for, float32 [N, K]: the inverse of `tile_tensors`."""
-    words = tensors["tiles"].transpose(1, 2).int() & 0xFFFF
-    runs = torch.stack([_taken(words, index, layout) for index in range(layout.fields)], 3)
-    stored = runs.reshape(layout.padded_rows, -1)[: layout.rows, : layout.columns]
+    stored = stored_fields(tensors["tiles"], layout)[: layout.rows, : layout.columns]
     if layout.kind == "integer":
         numbers = (stored - 256 * (stored > 127) if layout.bits == 8 else stored).float()
         zero: Tensor | int = layout.offset
@@ -321,6 +322,13 @@ def tile_numbers(tensors: dict[str, Tensor], layout: TileLayout) -> Tensor:
     return numbers * row_scale
 
 
+def stored_fields(tiles: Tensor, layout: TileLayout) -> Tensor:
+    """The fields of tiles with padding, int32 [N padded, K padded]."""
+    words = tiles.transpose(1, 2).int() & 0xFFFF
+    runs = torch.stack([_taken(words, index, layout) for index in range(layout.fields)], 3)
+    return runs.reshape(layout.padded_rows, -1)
+
+
 def _taken(words: Tensor, index: int, layout: TileLayout) -> Tensor:
     if layout.kind != "e2m1":
         return (words >> (layout.bits * index)) & ((1 << layout.bits) - 1)
@@ -332,12 +340,17 @@ def _taken(words: Tensor, index: int, layout: TileLayout) -> Tensor:
 
 def _over_groups(words: Tensor, layout: TileLayout, bits: int) -> Tensor:
     """Words of values -> one value for each number, int32 [N, K]."""
+    values = of_groups(words, layout, bits)
+    return values.repeat_interleave(layout.group, 1)[: layout.rows, : layout.columns]
+
+
+def of_groups(words: Tensor, layout: TileLayout, bits: int) -> Tensor:
+    """Words of values -> one value for each group, int32 [N padded, groups padded]."""
     per_word = min(32 // bits, layout.groups)
     mask = (1 << bits) - 1 if bits < 32 else -1
     values = torch.stack([(words >> (bits * position)) & mask for position in range(per_word)], 1)
     count = -(-layout.groups // per_word) * per_word
-    values = values.reshape(-1, count, layout.padded_rows)[:, : layout.groups].reshape(-1, layout.padded_rows)
-    return values.t().repeat_interleave(layout.group, 1)[: layout.rows, : layout.columns]
+    return values.reshape(-1, count, layout.padded_rows)[:, : layout.groups].reshape(-1, layout.padded_rows).t()
 
 
 def _scale_numbers(bits: Tensor, layout: TileLayout) -> Tensor:

@@ -17,4 +17,4 @@ def compile_ahead(jobs: Sequence[tuple[WeightLayout, Plan, int, torch.dtype]]) -
         if isinstance(layout, ProductLayout):
             product_launch.compile_for(layout, plan, tokens, dtype)
         else:
-            launch.compile_for(layout, plan, tokens, dtype)
+            launch.compile_for(layout, plan, tokens, dtype, scaled=bool(layout.decodes_to))

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fewbit.kernels.linear.tile_codes import codes_layout
 from fewbit.kernels.linear.tile_plans import Plan
 from fewbit.kernels.linear.weight_tiles import FRACTIONS, TileLayout
 from fewbit.kernels.programs.device import HAS_ASSEMBLY, INTERPRETED, chains
@@ -92,26 +93,45 @@ def launch_of(
     }  # fmt: skip
     if chained:
         constants["launch_pdl"] = True
+    if plan.registers:
+        constants["maxnreg"] = plan.registers
     return (-(-blocks * layout.units // chunk),), arguments, constants
 
 
-def compile_for(layout: TileLayout, plan: Plan, tokens: int, dtype: torch.dtype) -> None:
-    """Compiles the program into Triton's cache, without weights or results."""
+def compile_for(layout: TileLayout, plan: Plan, tokens: int, dtype: torch.dtype, scaled: bool = False) -> None:
+    """Compiles the program into Triton's cache, without weights or results; `scaled`: x has scales of tokens."""
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
     words, scales = counters[:16].to(torch.int16), torch.zeros(16, device="cuda")
     tensors = {"tiles": words, "scale_words": counters, "zero_words": counters, "row_scale": scales}
     x = torch.empty(tokens, layout.columns, dtype=dtype, device="cuda")
-    _, arguments, constants = launch_of(x, x, tensors, counters, None, layout, plan)
+    _, arguments, constants = launch_of(x, x, tensors, counters, None, layout, plan, scales if scaled else None)
     multiply.warmup(*arguments, grid=(1,), **constants)
 
 
 def decode_tiles(tensors: Mapping[str, Tensor], layout: TileLayout, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in a 16-bit dtype, each number rounded once."""
     out = torch.empty(layout.rows, layout.columns, dtype=dtype, device=tensors["tiles"].device)
-    grid = (layout.padded_rows // 64, layout.units)
-    decode[grid](
-        tensors["tiles"], tensors["scale_words"], tensors["zero_words"], tensors["row_scale"], out,
-        layout.rows, layout.columns, layout.units, layout.padded_rows, _factor(layout, dtype),
-        **decoding(layout, dtype), DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, num_warps=4,
-    )  # fmt: skip
+    _decode(tensors, tensors["row_scale"], out, tensors["row_scale"], layout, dtype, False)
     return out
+
+
+def decode_to_codes(tensors: Mapping[str, Tensor], layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """The weight as E4M3 codes [N, K], and float32 scales of groups [groups, N] or none, see `linear.tile_codes`."""
+    device, factors = tensors["tiles"].device, tensors["code_scales"][0]
+    out = torch.empty(layout.rows, layout.columns, dtype=torch.float8_e4m3fn, device=device)
+    groups = codes_layout(layout).group
+    scale = torch.empty(layout.columns // groups if groups else 0, layout.rows, device=device)
+    _decode(tensors, factors, out, scale, layout, torch.bfloat16, True)
+    return out, scale
+
+
+def _decode(
+    tensors: Mapping[str, Tensor], row_scale: Tensor, out: Tensor, group_scale: Tensor, layout: TileLayout,
+    dtype: torch.dtype, codes: bool,
+) -> None:  # fmt: skip
+    decode[(layout.padded_rows // 64, layout.units)](
+        tensors["tiles"], tensors["scale_words"], tensors["zero_words"], row_scale, out, group_scale,
+        layout.rows, layout.columns, layout.units, layout.padded_rows, _factor(layout, dtype),
+        **decoding(layout, dtype), DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, CODES=codes,
+        num_warps=4,
+    )  # fmt: skip

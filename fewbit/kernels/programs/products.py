@@ -14,8 +14,9 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fewbit.kernels.programs.decode import beside
 from fewbit.kernels.programs.fetch import fetch_ahead
-from fewbit.kernels.programs.nibbles import both_runs
+from fewbit.kernels.programs.nibbles import both_runs, e2m1_runs
 from fewbit.kernels.programs.outputs import finish, share
 
 BLOCKS_TOGETHER = tl.constexpr(8)  # blocks of M that are near in time, so that both sides come from the cache
@@ -39,16 +40,17 @@ def multiply_codes(
     KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr,
-    X_ZEROS: tl.constexpr,
+    X_ZEROS: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """`chunk` consecutive steps of the work, which is every unit of K of every block of outputs [BLOCK_N, BLOCK_M].
 
     Args:
         x: codes [M, width]; with scales [groups, M] where `X_GROUP` is not 0, else as `X_SCALES` says.
-        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0.
+        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, tiles with offsets.
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
+        FOLDS: whether FP4 holds its scales, see `sum_of_folded`.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -61,7 +63,11 @@ def multiply_codes(
             block_n, block_m = block_of(begin // units, tiles_n, tiles_m)
             row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
             lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
-            fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
+            if FOLDS:
+                at = (row // TILE).to(tl.int64) * (TILE * stride) + row % TILE * 128
+                fetch_ahead(weight + at[:, None] + lines[None, :] * TILE)
+            else:
+                fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
         gdc_wait()
     if WHOLE:
         block_n, block_m = block_of(program, tiles_n, tiles_m)
@@ -69,7 +75,7 @@ def multiply_codes(
         m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         total = sum_of_codes(
             x, weight, scale, x_scale, n, m, M, N, width, stride, 0, units, KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP,
-            BLOCK_N, BLOCK_M, STAGES, PACKED,
+            BLOCK_N, BLOCK_M, STAGES, PACKED, FOLDS,
         )  # fmt: skip
         finish(total, n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES, X_ZEROS)
     else:
@@ -80,7 +86,7 @@ def multiply_codes(
             total = sum_of_codes(
                 x, weight, scale, x_scale, n, m, M, N, width, stride,
                 tl.maximum(begin - tile * units, 0), tl.minimum(end - tile * units, units),
-                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED,
+                KIND, OPERAND, RUN, FIELDS, GROUP, X_GROUP, BLOCK_N, BLOCK_M, STAGES, PACKED, FOLDS,
             )  # fmt: skip
             share(
                 total, n, m, tile, program, units, chunk, row_scale, x_scale, x_zero, weight_sums, bias, out, partials,
@@ -91,44 +97,77 @@ def multiply_codes(
 DEPTH = tl.constexpr(128)  # bytes of a row that a descriptor reads at a time: a whole line
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "chunk"])
 def multiply_described(
-    weight, x, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, width, OPERAND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
-    X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
+    weight, x, codes, row_scale, x_scale, x_zero, weight_sums, bias, out, partials, counters, M, N, width, chunk,
+    OPERAND: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, X_SCALES: tl.constexpr, X_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of outputs in turn, each over the whole of K, where no scale of a group lies between.
+    """Blocks of outputs in turn, each over the whole of K, or `chunk` consecutive steps of all of them.
+
+    No scale of a group lies between. E4M3 is summed by the tensor cores throughout, as torch's fast products are.
 
     Args:
         weight, x: descriptors of codes [N, width] and [M, width], read in blocks [BLOCK_N, DEPTH] and [BLOCK_M, DEPTH].
+        codes: the weight again, for fetching ahead.
+        WHOLE: blocks in turn; `chunk` says nothing.
     """
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles_n * tiles_m, tl.num_programs(0), flatten=True):
-        block_n, block_m = block_of(tile, tiles_n, tiles_m)
-        total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-        for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
-            words = weight.load([block_n * BLOCK_N, step * DEPTH])
-            total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
-        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        finish(
-            total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS, X_SCALES,
-            X_ZEROS,
-        )  # fmt: skip
+    program = tl.program_id(0)
+    steps = tl.cdiv(width, DEPTH)
+    if CHAINED:
+        gdc_launch_dependents()
+        if AHEAD > 0 and not WHOLE:
+            block_n, block_m = block_of(program * chunk // steps, tiles_n, tiles_m)
+            row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            lines = tl.minimum((program * chunk % steps + tl.arange(0, AHEAD)) * DEPTH, width - 1)
+            fetch_ahead(codes + row.to(tl.int64)[:, None] * width + lines[None, :])
+        gdc_wait()
+    if WHOLE:
+        for tile in tl.range(program, tiles_n * tiles_m, tl.num_programs(0), flatten=True):
+            block_n, block_m = block_of(tile, tiles_n, tiles_m)
+            total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+            for step in tl.range(0, steps, num_stages=STAGES):
+                words = weight.load([block_n * BLOCK_N, step * DEPTH])
+                total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            finish(
+                total.to(tl.float32), n, m, row_scale, x_scale, x_zero, weight_sums, bias, out, M, N, HAS_BIAS,
+                X_SCALES, X_ZEROS,
+            )  # fmt: skip
+    else:
+        begin = program * chunk
+        end = tl.minimum(begin + chunk, tiles_n * tiles_m * steps)
+        for tile in range(begin // steps, tl.cdiv(end, steps)):
+            block_n, block_m = block_of(tile, tiles_n, tiles_m)
+            total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
+            for step in tl.range(
+                tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps), num_stages=STAGES
+            ):
+                words = weight.load([block_n * BLOCK_N, step * DEPTH])
+                total = tl.dot(words, x.load([block_m * BLOCK_M, step * DEPTH]).T, total, out_dtype=SUM)
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            share(
+                total.to(tl.float32), n, m, tile, program, steps, chunk, row_scale, x_scale, x_zero, weight_sums, bias,
+                out, partials, counters, M, N, HAS_BIAS, X_SCALES, X_ZEROS, BLOCK_N, BLOCK_M,
+            )  # fmt: skip
 
 
 @triton.jit
 def sum_of_codes(
     x, weight, scale, x_scale, n, m, M, N, width, stride, begin, end, KIND: tl.constexpr, OPERAND: tl.constexpr,
     RUN: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end`, float32 [BLOCK_N, BLOCK_M], scales of rows left out."""
+    if FOLDS:
+        return sum_of_folded(
+            x, weight, scale, n, m, M, N, width, stride, begin, end, RUN, BLOCK_N, BLOCK_M, STAGES, PACKED
+        )
     SUM: tl.constexpr = tl.int32 if OPERAND == "int8" else tl.float32
     WHOLE_SUMS: tl.constexpr = OPERAND == "int8" and GROUP == 0 and X_GROUP == 0
     row = tl.minimum(n, N - 1)
@@ -163,40 +202,81 @@ def sum_of_codes(
     return total.to(tl.float32)
 
 
+TILE = tl.constexpr(64)  # rows of a tile where FP4 holds its scales
+PART = tl.constexpr(32)  # bytes of a row in it, which a pair of scales covers
+
+
 @triton.jit
-def scaled_e2m1(codes, factors):
-    """int32 E2M1 codes times stored scales in E4M3, exactly; see `ProductLayout.folds`."""
-    bits = ((codes & 8) << 12) | ((codes & 7) << 9)  # f16 with the exponent counted from 14 less
-    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-    return (numbers * (factors.to(tl.float32) * 0.015625).to(tl.float16)).to(tl.float8e4nv)
+def folded_part(tile_at, word, INDEX: tl.constexpr, OTHER: tl.constexpr, PACKED: tl.constexpr):
+    """Operands of 32 features of both runs of a unit times their scales, int8 [BLOCK_N, 32] each.
+
+    Args:
+        tile_at: where the unit's first part lies [BLOCK_N, 32].
+        word: int32 words of offsets [BLOCK_N].
+        INDEX, OTHER: the bytes of these that belong to the first and to the second run.
+    """
+    words = tl.load(tile_at + INDEX * (TILE * PART))
+    offsets = tl.broadcast_to(word[:, None], tile_at.shape)
+    return e2m1_runs(words, offsets, INDEX, OTHER, PACKED)
+
+
+@triton.jit
+def sum_of_folded(
+    x, weight, offsets, n, m, M, N, width, stride, begin, end, RUN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of one block over the units from `begin` to `end` where operands hold the scales of their groups of 32.
+
+    The tensor cores sum all of it, as torch's fast product of E4M3 does. A run is one part of a tile or two, see
+    `linear.product_layout`.
+    """
+    row = tl.minimum(n, N - 1)
+    tile_at = weight + (row // TILE).to(tl.int64)[:, None] * (TILE * stride) + (row % TILE)[:, None] * PART
+    tile_at += tl.arange(0, PART)[None, :]
+    x_at = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for unit in tl.range(begin, end, num_stages=STAGES):
+        word = tl.load(offsets + unit * N + row)
+        unit_at = tile_at + unit * (TILE * RUN)
+        lower, upper = folded_part(unit_at, word, 0, RUN // PART, PACKED)
+        if RUN > PART:
+            next_lower, next_upper = folded_part(unit_at, word, 1, 3, PACKED)
+            lower = beside(lower, next_lower)
+            upper = beside(upper, next_upper)
+        total = tl.dot(lower.to(tl.float8e4nv, bitcast=True), tl.load(x_at + unit * 2 * RUN), total)
+        total = tl.dot(upper.to(tl.float8e4nv, bitcast=True), tl.load(x_at + (unit * 2 + 1) * RUN), total)
+    return total
 
 
 @triton.jit
 def decode_nibbles(
     weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
-    GROUP: tl.constexpr, FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
+    FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
+    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes, `stride` bytes a row, to 8-bit operands [N, 2 * stride].
 
     Args:
-        FOLDS: operands are E4M3 and hold the scales [groups, N] as well.
+        FOLDS: operands hold the scales of groups as well, `scale` their offsets, see `ProductLayout.folds`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    PARTS: tl.constexpr = RUN // PART if FOLDS else 1
+    WIDE: tl.constexpr = RUN // PARTS
     of_units = (row < N)[:, None] & (unit < units)[None, :]
-    inside = of_units[:, :, None] & (tl.arange(0, RUN) < RUN)[None, None, :]
-    place = row[:, None, None] * stride + unit[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    words = tl.load(weight + place, mask=inside, other=0)
-    if FOLDS:
-        group = unit * (2 * RUN // GROUP)
-        at = scale + group[None, :] * N + row[:, None]
-        first = tl.load(at, mask=of_units, other=1.0)[:, :, None]
-        second = tl.load(at + RUN // GROUP * N, mask=of_units, other=1.0)[:, :, None]
-        codes = words.to(tl.int32)
-        lower = scaled_e2m1(codes & 15, first)
-        upper = scaled_e2m1((codes >> 4) & 15, second)
-    else:
-        lower, upper = both_runs(words, KIND, OPERAND, PACKED)
-    to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + tl.arange(0, RUN)[None, None, :]
-    tl.store(to, lower, mask=inside)
-    tl.store(to + RUN, upper, mask=inside)
+    inside = of_units[:, :, None] & (tl.arange(0, WIDE) < WIDE)[None, None, :]
+    for part in tl.static_range(PARTS):
+        place = tl.arange(0, WIDE)[None, None, :] + part * WIDE
+        if FOLDS:
+            tile = (row // TILE)[:, None, None] * (TILE * stride) + (row % TILE)[:, None, None] * PART
+            at = tile + (unit[None, :, None] * PARTS + part) * (TILE * PART) + tl.arange(0, WIDE)[None, None, :]
+        else:
+            at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
+        words = tl.load(weight + at, mask=inside, other=0)
+        if FOLDS:
+            word = tl.load(scale + unit[None, :] * N + row[:, None], mask=of_units, other=0)[:, :, None]
+            lower, upper = e2m1_runs(words, tl.broadcast_to(word, words.shape), part, PARTS + part, PACKED)
+        else:
+            lower, upper = both_runs(words, KIND, OPERAND, PACKED)
+        to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + place
+        tl.store(to, lower, mask=inside)
+        tl.store(to + RUN, upper, mask=inside)

@@ -281,12 +281,17 @@ def sum_of_units(
 
 @triton.jit(do_not_specialize=["units"])
 def decode(
-    tiles, scale_words, zero_words, row_scale, out, N, K, units, padded_rows, sum_factor,
+    tiles, scale_words, zero_words, row_scale, out, group_scale, N, K, units, padded_rows, sum_factor,
     KIND: tl.constexpr, BITS: tl.constexpr, KK: tl.constexpr, BASE: tl.constexpr, MAGIC: tl.constexpr,
     GROUPS: tl.constexpr, UNITS_PER_GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, SCALE_BITS: tl.constexpr,
-    HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_ZERO: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the weight [N, K] in full: scaled in float32, rounded once."""
+    """One tile of the weight [N, K] in full: scaled in float32, rounded once to the dtype of `out`.
+
+    Args:
+        DTYPE: what fields are decoded to, bf16 or f16.
+        CODES: scales of groups that decoding does not multiply in are stored apart, float32 [groups, N].
+    """
     FIELDS: tl.constexpr = 16 // BITS
     UNIT: tl.constexpr = FIELDS * KK
     DOTS: tl.constexpr = GROUPS if GROUPS > 1 and not SCALED else 1
@@ -304,7 +309,11 @@ def decode(
         scale = over_rows
         if GROUPS > 0 and not SCALED:
             bits = of_group(scale_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, SCALE_BITS)
-            scale = scale_number(bits, SCALE_KIND, sum_factor) * over_rows
+            if CODES:
+                place = (unit // UNITS_PER_GROUP * DOTS + dot) * N + n
+                tl.store(group_scale + place, scale_number(bits, SCALE_KIND, sum_factor), mask=n < N)
+            else:
+                scale = scale_number(bits, SCALE_KIND, sum_factor) * over_rows
         if HAS_ZERO:
             zero_bits = of_group(zero_words, n, padded_rows, unit // UNITS_PER_GROUP, dot, DOTS, 8)
         operand = added(zero_bits, BASE, HAS_ZERO, KK, 64, DTYPE)
@@ -318,4 +327,4 @@ def decode(
             k = unit * UNIT + (dot * PER + index) * KK + tl.arange(0, KK)
             place = n.to(tl.int64)[:, None] * K + k[None, :]
             inside = (n < N)[:, None] & (k < K)[None, :]
-            tl.store(out + place, (numbers.to(tl.float32) * scale[:, None]).to(DTYPE), mask=inside)
+            tl.store(out + place, (numbers.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -33,7 +34,7 @@ PRODUCT_BLOCKS = {
     8: ((64, 4), (128, 8)),
     16: ((64, 4), (128, 8)),
     32: ((64, 4), (128, 8)),
-    64: ((64, 4), (128, 4)),
+    64: ((64, 4), (128, 4), (128, 8)),
     128: ((64, 4), (128, 4), (128, 8)),
     256: ((64, 4), (64, 8)),
 }
@@ -43,9 +44,19 @@ LINES_AHEAD = {8: (4,), 16: (0, 4), 32: (0, 4)}
 FOLDED = ((128, 32, 8, 3), (64, 64, 4, 3), (256, 64, 8, 3), (128, 128, 8, 3))
 """Rows and columns of a block and warps and stages where scales multiply decoded numbers: the sums take no registers
 beside those of the block, so that it may be larger and x is read fewer times."""
-DESCRIBED = ((128, 128, 4, 3, 2), (64, 64, 4, 4, 3), (64, 64, 4, 5, 2), (128, 64, 4, 4, 2), (64, 128, 4, 4, 2))
-"""The same, and programs to a multiprocessor, for codes that are read through descriptors."""
-DESCRIBED_FROM = 32
+DESCRIBED = {
+    32: ((64, 4, 6), (128, 4, 4)),
+    64: ((64, 4, 4), (64, 4, 6), (128, 4, 4)),
+    128: ((64, 4, 4), (128, 4, 3), (128, 8, 4)),
+    256: ((64, 4, 3), (128, 8, 3)),
+}
+"""Columns of a block -> its rows, warps and stages, for codes that are read through descriptors."""
+DESCRIBED_FROM = 17
+DESCRIBED_PROGRAMS = (1, 2)
+"""Programs to a multiprocessor, which take whole blocks in turn or equal chunks."""
+DEEP = ((64, 8, 4, 6, 256), (128, 16, 8, 3, 256), (64, 16, 4, 3, 512), (32, 8, 4, 4, 512))
+"""Rows and columns of a block, warps, stages and bytes at a time where several lines of a row of codes are read."""
+DEEP_UP_TO = 16
 DECODED_BLOCKS = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3))
 """Blocks and warps and stages for weights that were decoded first."""
 
@@ -77,8 +88,9 @@ def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> It
         blocks = DECODED_BLOCKS[:1] if _vendor_has(layout.decoded()) else DECODED_BLOCKS
         yield from (Plan(*block, decodes_first=True) for block in blocks)
     if _may_describe(layout) and tokens >= DESCRIBED_FROM:
-        for *block, many in DESCRIBED:
-            yield Plan(*block, many * multiprocessors, described=True)
+        yield from _described(layout, tokens, multiprocessors)
+    if layout.is_described and tokens <= DEEP_UP_TO:
+        yield from _deep(layout, tokens, multiprocessors)
     widest = next((width for width in PRODUCT_BLOCKS if width >= tokens), max(PRODUCT_BLOCKS))
     widths = [width for width in PRODUCT_BLOCKS if width <= widest]
     for block_m in [8, 16] if widest == 8 else widths[-1:] if widest <= 64 else widths[-3:]:
@@ -91,6 +103,25 @@ def _of_products(layout: ProductLayout, tokens: int, multiprocessors: int) -> It
             for programs in sorted(counts):
                 if programs <= min(blocks * layout.units, multiprocessors * MOST_PER_MULTIPROCESSOR):
                     yield Plan(block_n, block_m, warps, stages, programs, ahead=ahead)
+
+
+def _described(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
+    widest = next((width for width in DESCRIBED if width >= tokens), max(DESCRIBED))
+    for block_m in [width for width in DESCRIBED if width <= widest][-3:]:
+        for (block_n, warps, stages), many in product(DESCRIBED[block_m], DESCRIBED_PROGRAMS):
+            plan = Plan(block_n, block_m, warps, stages, many * multiprocessors, described=True)
+            yield plan
+            if -(-layout.rows // block_n) * -(-tokens // block_m) < 3 * multiprocessors:
+                yield replace(plan, splits=True)
+
+
+def _deep(layout: ProductLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:
+    for block_n, block_m, warps, stages, depth in DEEP:
+        if layout.width % depth == 0 and block_m >= tokens:
+            units = layout.width // depth * -(-layout.rows // block_n) * -(-tokens // block_m)
+            for programs in (0, multiprocessors, 2 * multiprocessors):
+                if programs <= units:
+                    yield Plan(block_n, block_m, warps, stages, programs, ahead=4, depth=depth)
 
 
 def _of_tiles(layout: TileLayout, tokens: int, multiprocessors: int) -> Iterator[Plan]:

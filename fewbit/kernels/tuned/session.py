@@ -37,10 +37,11 @@ def tune_layers(
     table = replace(table, driver=hardware.driver, software=software)
     distinct = list(dict.fromkeys(requests))
     found = {request: planned(request, hardware) for request in distinct}
-    compile_candidates([(pair[1], request.dtype) for request, pair in found.items() if pair], ladder or LADDER)
-    for request, pair in found.items():
-        if pair:
-            plans = tune_plans(request, *pair, ladder or LADDER, say)
+    layouts = [(layout, request.dtype) for request, pairs in found.items() for _, layout in pairs]
+    compile_candidates(layouts, ladder or LADDER)
+    for request, pairs in found.items():
+        for kernel, layout in pairs:
+            plans = tune_plans(request, kernel, layout, ladder or LADDER, say)
             table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
         cuts = tune_cuts(request, hardware, ladder or LADDER, multiprocessors(), say)
         table = replace(table, cuts=_merged(table.cuts, cuts, ("layout", "M")))

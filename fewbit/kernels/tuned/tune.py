@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
+from fewbit.kernels.linear.tile_codes import with_codes
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, using_plans
 from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import layout_of
@@ -65,15 +66,21 @@ PLANNED = {"triton_int8": "int8", "triton_fp8": "e4m3"}
 """Kernels over 8-bit codes -> what their tensor cores multiply."""
 
 
-def planned(request: LinearRequest, hardware: Hardware) -> tuple[LinearKernel, WeightLayout] | None:
-    """The kernel whose plans are worth measuring for a request, and the layout they are kept under."""
-    kernels = linear_kernels()
+def planned(request: LinearRequest, hardware: Hardware) -> list[tuple[LinearKernel, WeightLayout]]:
+    """The kernels whose plans are worth measuring for a request, and the layouts they are kept under."""
+    kernels, found = linear_kernels(), list[tuple[LinearKernel, WeightLayout]]()
     for name, operand in PLANNED.items():
         layout = product_layout_of(request, operand) if kernels[name].refuse(request, hardware) is None else None
         if layout is not None:
-            return kernels[name], layout
-    tiles = layout_of(request) if kernels["triton_tiles"].refuse(request, hardware) is None else None
-    return None if tiles is None else (kernels["triton_tiles"], tiles)
+            found.append((kernels[name], layout))
+    tiles = layout_of(request)
+    if tiles is not None and kernels["triton_tiles_quantized"].refuse(request, hardware) is None:
+        of_codes = with_codes(tiles, request)
+        if of_codes.decodes_to:
+            return [*found, (kernels["triton_tiles_quantized"], of_codes)]
+    if tiles is not None and not found and kernels["triton_tiles"].refuse(request, hardware) is None:
+        found.append((kernels["triton_tiles"], tiles))
+    return found
 
 
 def tune_plans(

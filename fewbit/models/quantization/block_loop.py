@@ -26,12 +26,13 @@ from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
-from fewbit.models.names import build_on_meta, config_dtype, read_config
-from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, windows_at_once
+from fewbit.models.names import build_on_meta, read_config
+from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, widest_input, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.done_unit import DoneUnit, OneBehind
 from fewbit.models.quantization.outcome import LayerOutcome, outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
+from fewbit.models.quantization.products import calibration_dtype
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.row_shares import put_together
 from fewbit.models.quantization.solver import LayerSolver
@@ -84,8 +85,7 @@ class Run:
         keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
         self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device, ranks)
         self.folder = self.transforms.weights
-        # Few CPUs multiply 16-bit floats as fast as float32.
-        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+        self.model = build_on_meta(config, calibration_dtype(config, device))
         self.partial = PartialModel(self.model, self.folder, device)
         self.solver = LayerSolver(plan, self.algorithm, self.folder, joined_members(self.model), device)
         self.layers = self.solver.layers
@@ -118,7 +118,7 @@ class Run:
     @staticmethod
     def _finish(finishing: OneBehind, work: WorkFolder, unit: DoneUnit | None) -> None:
         if unit is not None:
-            finishing.do(lambda: work.add(unit.tensors, unit.facts()))
+            finishing.do(lambda: work.add(unit.on_cpu(), unit.facts()))
 
     def _unit(self, stream: BlockStream | None, block: str) -> DoneUnit | None:
         """What a unit became; None in processes that do not write."""
@@ -145,7 +145,7 @@ class Run:
             found = {f"{layer.name}.{suffix}": tensor for suffix, tensor in own.stored.items()}
             tensors |= found
             made[name] = list(found)
-            outcome = partial(outcome_of, layer, self.folder.load(name), own, self.solver.input_seen(layer))
+            outcome = partial(outcome_of, layer, self.folder.later(name), own, self.solver.input_seen(layer))
             outcomes.append(outcome if self.apart else partial(_given, outcome()))
         scales = dict(self._cache_scales(block)) if block else {}
         return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
@@ -178,7 +178,7 @@ class Run:
             return None
         windows = self.ranks.share(self.calibration.windows).to(self.device)
         tunes = self.algorithm.refines_blocks
-        batch = windows_at_once(windows.shape[1], self.device.type == "cpu", tunes)
+        batch = windows_at_once(windows.shape[1], widest_input(self.model), self.device.type == "cpu", tunes)
         compares = self.algorithm.compares_inputs
         how = {"reference": tunes or compares, "compares": compares, "most_held": self.most_held, "ranks": self.ranks}
         keys = [layer.key.activation for layer in self.layers.values() if layer.key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from fewbit.algorithms.statistics import InputStatistics
 from fewbit.errors import ModelError
-from fewbit.models.families import blocks_of, family_of_model
+from fewbit.models.families import blocks_of, family_of_model, structure_of
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.quantization.hooks import hooked
-from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Reference, RepeatedPasses
+from fewbit.models.quantization.passes import HeldPasses, LiveBytes, Passes, Reference, RepeatedPasses
+from fewbit.models.quantization.products import calibration_products
 from fewbit.models.quantization.ranks import ALONE, Ranks
 
 Solve = Callable[[list[str], InputStatistics], Mapping[str, Tensor]]
@@ -34,19 +35,34 @@ StandInForward = Callable[[str, Tensor, dict[str, Any]], Tensor]
 
 BATCH = 4
 TOKENS_AT_ONCE = 1 << 13
-"""Tokens that pass together on a GPU, which takes as long to be told what to do as to do it."""
+NUMBERS_AT_ONCE = 1 << 27
+"""Tokens that pass together on a GPU, and more of them where what a layer reads of these are fewer numbers than this:
+a GPU takes as long to be told what to do as to do it."""
 
 MOST_HELD = 16 * 10**9
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
-def windows_at_once(length: int, on_cpu: bool, tunes: bool = False) -> int:
+def windows_at_once(length: int, widest: int, on_cpu: bool, tunes: bool = False) -> int:
     """How many windows of `length` tokens pass together.
 
     Where blocks are tuned on them (`tunes`) they are few: a step that reads two batches from different places of the
     text does better than one that reads a single one of twice the size.
+
+    Args:
+        length: tokens of a window.
+        widest: most features that a layer of a block reads.
+        on_cpu: whether blocks run on a CPU.
+        tunes: see above.
     """
-    return BATCH if on_cpu or tunes else max(BATCH, TOKENS_AT_ONCE // length)
+    return BATCH if on_cpu or tunes else max(BATCH, max(TOKENS_AT_ONCE, NUMBERS_AT_ONCE // widest) // length)
+
+
+def widest_input(model: PreTrainedModel) -> int:
+    """Most features that a linear layer of the model's blocks reads."""
+    blocks = blocks_of(model).values()
+    read = (one.in_features for block in blocks for one in block.modules() if isinstance(one, nn.Linear))
+    return max(read, default=NUMBERS_AT_ONCE)
 
 
 class BlockStream:
@@ -84,7 +100,8 @@ class BlockStream:
         self.compares, self.histograms = compares, histograms
         self.model, self.filled, self.most_held, self.ranks = model, filled, most_held, ranks
         self.watch: CacheWatch | None = None
-        self.states: list[Tensor] = []
+        self.device, self.states = windows.device, list[Tensor]()
+        self._met: dict[Hashable, tuple[list[list[str]], int]] = {}
         self.arguments: dict[str, list[dict[str, Any]]] = {path: [] for path in blocks_of(model)}
         with filled(_embedding_path(model)), torch.no_grad(), _recording(model, self._record) as run:
             for window in windows.split(batch):
@@ -121,7 +138,7 @@ class BlockStream:
                 met.append((x, name, name not in found))
                 found.setdefault(name, self._begin(x, grams)).add(x, sample)
 
-        with self.filled(path), torch.no_grad():
+        with self.filled(path), torch.no_grad(), calibration_products(self.device):
             block = self.model.get_submodule(path)
             with self._before_each(layers, meet):
                 for index in range(len(self.states)):
@@ -140,7 +157,7 @@ class BlockStream:
             path: the block's, in the model.
             weights: path in the model and weight [N, K] of each layer that later ones see changed.
         """
-        with self.filled(path), torch.no_grad():
+        with self.filled(path), torch.no_grad(), calibration_products(self.device):
             block = self.model.get_submodule(path)
             for index in range(len(self.reference)):
                 self.reference[index] = self._forward_reference(block, path, index)
@@ -157,7 +174,8 @@ class BlockStream:
             layers: name of a module, whatever the caller calls it -> its path in the model.
             see: gets the name and the input of each of them before it runs.
         """
-        with self.filled(path), torch.no_grad(), self._before_each(layers, see):
+        products = calibration_products(self.device)
+        with self.filled(path), torch.no_grad(), products, self._before_each(layers, see):
             block = self.model.get_submodule(path)
             for index in range(len(self.states)):
                 self._forward(block, path, index)
@@ -184,15 +202,17 @@ class BlockStream:
             beside = 2 if self.compares else 1
             kind = RepeatedPasses if beside * held * len(self.states) > self.most_held else HeldPasses
             reference = self._unquantized(block, path, kind is RepeatedPasses) if self.compares else None
-            if reference is None:
-                for index in range(len(self.reference)):
+            with calibration_products(self.device):
+                for index in range(len(self.reference)) if reference is None else ():
                     self.reference[index] = self._forward_reference(block, path, index)
             count = len(self.states)
             passes = kind(lambda index: self._forward(block, path, index), count, groups, reference, self._begin)
             with self._before_each(layers, passes.stop):
-                while (group := self.ranks.earliest(passes.waiting())) is not None:
+                while (group := self.ranks.earliest(self._waiting(passes))) is not None:
                     features = self.model.get_submodule(layers[groups[group][0]]).in_features
-                    statistics = self.ranks.total(passes.statistics(group), features)
+                    with calibration_products(self.device):
+                        statistics = passes.statistics(group)
+                    statistics = self.ranks.total(statistics, features)
                     for name, weight in solve(groups[group], statistics).items():
                         self.model.get_submodule(layers[name]).weight.copy_(weight)
                     passes.final.update(groups[group])
@@ -202,8 +222,13 @@ class BlockStream:
                 return
             for name, weight in refine(self._output(block, path, layers), self.reference.__getitem__).items():
                 self.model.get_submodule(layers[name]).weight.copy_(weight)
-            for index in range(len(self.states)):
-                self.states[index] = self._forward(block, path, index)
+            with calibration_products(self.device):
+                for index in range(len(self.states)):
+                    self.states[index] = self._forward(block, path, index)
+
+    def _waiting(self, passes: Passes) -> int | None:
+        with calibration_products(self.device):
+            return passes.waiting()
 
     def _unquantized(self, block: nn.Module, path: str, repeated: bool) -> Reference:
         """The unquantized model's passes; with a copy of its weights where they begin anew when these are replaced."""
@@ -246,12 +271,26 @@ class BlockStream:
         return hooked(self.model, {location: functools.partial(call, name) for name, location in layers.items()})
 
     def _shared_inputs(self, block: nn.Module, path: str, layers: Mapping[str, str]) -> tuple[list[list[str]], int]:
-        """What one batch shows of the block.
+        """What one batch shows of the block, or has shown of one of the same structure, if it came to every layer.
 
         Returns:
             Layers by the input they read, in the order in which the batch comes to them, then those it never meets; and
             the largest number of bytes that the pass held when it came to a layer.
         """
+        inside = {location.removeprefix(f"{path}."): name for name, location in layers.items()}
+        kind = (structure_of(block), tuple(inside))
+        if kind not in self._met:
+            groups, held = self._seen_inputs(block, path, inside)
+            if sum(map(len, groups)) < len(inside):
+                met = {place for places in groups for place in places}
+                groups += [[place] for place in inside if place not in met]
+                return [[inside[place] for place in places] for places in groups], held
+            self._met[kind] = groups, held
+        groups, held = self._met[kind]
+        return [[inside[place] for place in places] for places in groups], held
+
+    def _seen_inputs(self, block: nn.Module, path: str, inside: Iterable[str]) -> tuple[list[list[str]], int]:
+        """What one batch comes to, as paths below the block, and the bytes; see `_shared_inputs`."""
         alive, held = LiveBytes(), 0
         met: list[tuple[weakref.ref[Tensor], list[str]]] = []
 
@@ -265,12 +304,11 @@ class BlockStream:
             met.append((weakref.ref(x), [name]))
 
         watch, self.watch = self.watch, None  # the weights are not what caches will see
-        with self._before_each(layers, meet), alive:
+        hooks = hooked(block, {place: functools.partial(meet, place) for place in inside})
+        with hooks, calibration_products(self.device), alive:
             self._forward(block, path, 0)
         self.watch = watch
-        found = [names for _, names in met]
-        known = {name for names in found for name in names}
-        return found + [[name] for name in layers if name not in known], held
+        return [names for _, names in met], held
 
 
 def _state_of(output: Any) -> Tensor:

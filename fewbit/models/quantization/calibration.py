@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from fewbit.checkpoints.registry import opener_of
 from fewbit.errors import ModelError
 
-CHARACTERS = 8
-"""Of a text that is read for each token that is wanted, at first; English has 4 to 5 a token."""
+CHARACTERS = (5, 8)
+"""Of a text that is read for each token that is wanted, before all of it is; English has 4 to 5 a token."""
 
 MARGIN = 64
 """Tokens before a cut of the text that the cut might have changed."""
@@ -92,8 +92,8 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
 
 def _first_ids(tokenizer: Any, text: str, count: int) -> Tensor:
     """The first `count` token ids of a text and maybe more, int64; of a long text no more is read than that takes."""
-    cut = text.rfind("\n", 0, CHARACTERS * count)
-    for part in (text[: max(cut, 0)], text):
+    cuts = (text.rfind("\n", 0, characters * (count + MARGIN)) for characters in CHARACTERS)
+    for part in (*(text[: max(cut, 0)] for cut in cuts), text):
         ids: Tensor = tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
         if len(ids) >= count + MARGIN:
             break

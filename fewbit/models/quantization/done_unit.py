@@ -20,7 +20,7 @@ class DoneUnit:
     """A block, or what is outside of them, as it will be written.
 
     Attributes:
-        tensors: those that differ from the source's, by their names on disk.
+        tensors: those that differ from the source's, by their names on disk; on any device.
         made: tensor of the source -> tensors that take its place.
         added: tensors that take the place of none.
         outcomes: of its layers; put off, each holds what the layer was and what it became.
@@ -32,6 +32,10 @@ class DoneUnit:
     added: list[str]
     outcomes: Sequence[Callable[[], LayerOutcome]]
     transforms: list[dict[str, Any]]
+
+    def on_cpu(self) -> dict[str, Tensor]:
+        """The tensors, ready to be written; waits for the device to make them."""
+        return {name: tensor.cpu() for name, tensor in self.tensors.items()}
 
     def facts(self) -> dict[str, Any]:
         """What is kept beside the tensors."""

@@ -8,7 +8,7 @@ error's square in that metric is the KL divergence it causes, to second order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from fewbit.models.load import set_tied
 from fewbit.models.names import tied_names
 from fewbit.models.quantization.block_stream import BlockStream, replaced_blocks
 from fewbit.models.quantization.hooks import hooked
+from fewbit.models.quantization.statistics import rows_of_each
 from fewbit.models.replace import tensor_slot, to_meta
 from fewbit.numerics import dequantize, quantize
 from fewbit.spec.granularity import CHANNEL, HEAD
@@ -38,7 +39,7 @@ class LayerEvidence:
     Attributes:
         statistics: of the input, shared with the layers that read the same one.
         total: sum of the inputs, float32 [K].
-        squares: sum over tokens of the squared gradient at each output, float32 [N].
+        squares: sum over tokens of the squared gradient at each output, float32 [N]; N is 0 where it was not asked for.
         squared_sums: sum over windows of the square of the gradient's sum over the window's tokens, float32 [N].
     """
 
@@ -48,10 +49,20 @@ class LayerEvidence:
     squared_sums: Tensor
 
     @classmethod
-    def empty(cls, statistics: InputStatistics, x: Tensor, y: Tensor) -> LayerEvidence:
-        """Nothing seen yet of a layer that turns x into y."""
-        total = torch.zeros(x.shape[-1], device=x.device)
-        return cls(statistics, total, *torch.zeros(2, y.shape[-1], device=y.device).unbind(0))
+    def empty(cls, statistics: InputStatistics, features: int, outputs: int, device: torch.device) -> LayerEvidence:
+        """Nothing seen yet of a layer with so many input features and outputs."""
+        return cls(statistics, *(torch.zeros(size, device=device) for size in (features, outputs, outputs)))
+
+    def scaled(self, statistics: InputStatistics, columns: Tensor | None, rows: Tensor | None) -> LayerEvidence:
+        """The same had the input been divided by `columns`, float32 [K], and the output by `rows`, float32 [N].
+
+        Args:
+            statistics: of the input that was divided.
+            columns, rows: None where nothing was divided.
+        """
+        total = self.total if columns is None else self.total / columns
+        slopes = 1.0 if rows is None else rows.square()
+        return LayerEvidence(statistics, total, self.squares * slopes, self.squared_sums * slopes)
 
     def add(self, gradient: Tensor) -> None:
         """Takes in the gradient at the output, [B, T, N] or [T, N]."""
@@ -99,7 +110,8 @@ class GradientStream(BlockStream):
     """
 
     def __init__(self, model: PreTrainedModel, partial: PartialModel, windows: Tensor, batch: int = 4) -> None:
-        tied = tied_names(model)  # filling a module and emptying it again unties it
+        # Filling a module and emptying it again unties it; what the checkpoint holds apart is not tied.
+        tied = {name: owner for name, owner in tied_names(model).items() if not partial.holds(name)}
         super().__init__(model, partial.filled, windows, batch)
         self.inputs: dict[str, list[Tensor]] = {}
         for path in self.arguments:
@@ -123,18 +135,19 @@ class GradientStream(BlockStream):
             gradients.append(state.grad)
         return torch.cat(gradients)
 
-    def back(self, path: str, layers: Mapping[str, str]) -> dict[str, LayerEvidence]:
+    def back(self, path: str, layers: Mapping[str, str], readers: Collection[str] = ()) -> dict[str, LayerEvidence]:
         """Carries the gradients back through the block at `path`; blocks are to be visited last to first.
 
         Args:
             path: the block's, in the model.
             layers: name of a layer, whatever the caller calls it -> its path in the model.
+            readers: those of which the input alone is asked for; what they put out need not be one tensor.
 
         Returns:
             Evidence of the layers that any token reached.
         """
         found: dict[str, LayerEvidence] = {}
-        with self.filled(path), torch.enable_grad(), self._observed(layers, found):
+        with self.filled(path), torch.enable_grad(), self._observed(layers, readers, found):
             block = self.model.get_submodule(path)
             for index, given in enumerate(self.inputs.pop(path)):
                 state = given.detach().requires_grad_()
@@ -144,21 +157,26 @@ class GradientStream(BlockStream):
         return found
 
     @contextmanager
-    def _observed(self, layers: Mapping[str, str], found: dict[str, LayerEvidence]) -> Iterator[None]:
+    def _observed(
+        self, layers: Mapping[str, str], readers: Collection[str], found: dict[str, LayerEvidence]
+    ) -> Iterator[None]:
         """Meanwhile the layers' inputs and the gradients at their outputs are added up."""
         latest: list[tuple[Tensor, InputStatistics]] = []  # the inputs of this pass, so that each counts once
+        sample = rows_of_each(len(self.states))
 
         def see(name: str, x: Tensor, y: Tensor) -> None:
             known = next((own for tensor, own in latest if tensor is x), None)
+            features, outputs = x.shape[-1], 0 if name in readers else y.shape[-1]
             if name not in found:
-                found[name] = LayerEvidence.empty(known or InputStatistics.empty(x.shape[-1], x.device), x, y)
+                statistics = known or InputStatistics.empty(features, x.device, histogram=False)
+                found[name] = LayerEvidence.empty(statistics, features, outputs, x.device)
             evidence = found[name]
             evidence.total += x.detach().float().flatten(0, -2).sum(0)
             if known is not evidence.statistics:
-                evidence.statistics.add(x.detach())
+                evidence.statistics.add(x.detach(), sample)
                 latest.append((x, evidence.statistics))
                 del latest[:-8]
-            if y.requires_grad and y.numel():
+            if outputs and y.requires_grad and y.numel():
                 y.register_hook(evidence.add)
 
         with hooked(self.model, after={location: functools.partial(see, name) for name, location in layers.items()}):

@@ -82,7 +82,8 @@ def memory_plan(source: Path, plan: Plan, work: Workload, max_shard_bytes: int) 
             blocks.setdefault(layer.block, []).append(layer)
     numbers = max(sum(prod(layer.shape) for layer in layers) for layers in blocks.values())
     of_pass = max(_held(layers, hidden) for layers in blocks.values()) * width
-    batch = windows_at_once(work.length, work.on_cpu, chosen.refines_blocks)
+    widest = max(layer.shape[1] for layers in blocks.values() for layer in layers)
+    batch = windows_at_once(work.length, widest, work.on_cpu, chosen.refines_blocks)
     one_batch = min(tokens, batch * work.length) * of_pass
     parts = {
         "weights of a block": plan.block_bytes // stored * (width + 4),  # as they run, and as they are written

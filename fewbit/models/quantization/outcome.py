@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,16 +55,16 @@ class LayerOutcome:
     remarks: tuple[str, ...] = ()
 
 
-def outcome_of(layer: PlannedLayer, weight: Tensor, written: WrittenLayer, seen: InputSeen) -> LayerOutcome:
+def outcome_of(layer: PlannedLayer, load: Callable[[], Tensor], written: WrittenLayer, seen: InputSeen) -> LayerOutcome:
     """Compares a layer's weight with what was written.
 
     Args:
         layer: which one.
-        weight: [N, K] before.
+        load: gives its weight [N, K] as it was before.
         written: what became of it.
         seen: what calibration saw of its input.
     """
-    reread = written.reread
+    weight, reread = load(), written.reread.to("cpu")
     approximation = dequantize(reread)
     return LayerOutcome(
         layer.name,

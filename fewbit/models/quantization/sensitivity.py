@@ -6,6 +6,9 @@ counts by the squared sum of the gradients of a window, since the same error at 
 over tokens: this is what makes v_proj delicate); what varies counts by the sum of the squared gradients. Half of that
 is the KL divergence in nats per token that this layer alone would cause, to second order (see `gradient_stream`). Sums
 over layers take the errors to be independent.
+
+Where transformations come before, all of this is of the weights as these leave them: scales chosen by data are chosen
+for the keys that layers are planned with, and inputs, outputs and gradients are divided and multiplied by them.
 """
 
 from __future__ import annotations
@@ -21,13 +24,19 @@ from fewbit.algorithms.curvature import output_loss
 from fewbit.algorithms.interface import Algorithm, LayerTask
 from fewbit.algorithms.registry import algorithm
 from fewbit.algorithms.statistics import InputStatistics
-from fewbit.checkpoints.tensor_files import TensorFolder
+from fewbit.checkpoints.tensor_files import TensorFolder, by_module
+from fewbit.errors import CheckpointError
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
-from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.names import build_on_meta, read_config
 from fewbit.models.quantization.gradient_stream import CacheEvidence, GradientStream, LayerEvidence
 from fewbit.models.quantization.plan import PlannedLayer
+from fewbit.models.quantization.products import calibration_dtype
 from fewbit.models.quantization.ranks import ALONE, Ranks
+from fewbit.models.quantization.statistics import BlockStatistics
+from fewbit.models.quantization.transforms.evidence import KeptEvidence
+from fewbit.models.quantization.transforms.probe import matrices
+from fewbit.models.quantization.transforms.transformed import Transformations
 from fewbit.numerics import dequantize
 from fewbit.spec.key import LinearKey, QuantKey
 from fewbit.spec.recipe import Recipe
@@ -65,7 +74,7 @@ def measure_sensitivity(
 
     Args:
         source: folder of the unquantized model.
-        recipe: its algorithm says how codes would be chosen.
+        recipe: its algorithm says how codes would be chosen, its transformations what is done to weights before.
         layers: of the blocks; one outside them gets no figures.
         candidates: layer name -> the keys that it might get.
         windows: int64 [count, length].
@@ -73,11 +82,18 @@ def measure_sensitivity(
         device: where blocks run.
         on_block: called after each block.
         ranks: the processes that do this together: each carries some of the windows and quantizes some of the layers.
+
+    Raises:
+        CheckpointError: what calibration shows is not finite.
+        ModelError: a transformation does not know this architecture.
     """
     place = torch.device(device)
     config = read_config(Path(source))
-    model = build_on_meta(config, torch.float32 if place.type == "cpu" else config_dtype(config))
-    partial = PartialModel(model, TensorFolder(Path(source)), place)
+    model = build_on_meta(config, calibration_dtype(config, place))
+    layers = list(layers)
+    keys = {layer.name: layer.key for layer in layers if layer.key}
+    transforms = Transformations(recipe, keys, TensorFolder(Path(source)), config, place, ranks)
+    partial = PartialModel(model, transforms.weights, place)
     stream = GradientStream(model, partial, ranks.share(windows).to(place))
     evidence = CacheEvidence(cache_keys)
     stream.watch = evidence if cache_keys else None
@@ -87,17 +103,11 @@ def measure_sensitivity(
     found = Sensitivity()
     for path in reversed(blocks_of(model)):
         mine = {layer.name: layer for layer in by_block.get(path, ())}
-        seen = _of_all(stream.back(path, {name: partial.destinations.module(name) for name in mine}), mine, ranks)
-        weights = {name: partial.folder.load(f"{name}.weight").to(place) for name in mine}
+        seen = _transformed(transforms, path, _of_block(stream, partial, path, mine, ranks))
+        seen = {name: one for name, one in seen.items() if name in mine}
+        weights = {name: transforms.weights.load(f"{name}.weight").to(place) for name in mine}
         wanted = {name: candidates[name] for name in mine}
-        for name, keys in wanted.items():  # nothing is lost where no token comes by
-            found.layers[name] = dict.fromkeys(keys, 0.0)
-        own = [
-            (name, key, _divergence(error, seen[name], windows.numel()))
-            for name, key, error in _errors(recipe, weights, wanted, seen, ranks)
-        ]
-        for name, key, divergence in (one for parts in ranks.everyones(own) for one in parts):
-            found.layers[name][key] = divergence
+        found.layers.update(_divergences(recipe, weights, wanted, seen, windows.numel(), ranks))
         if on_block is not None:
             on_block()
     for key in cache_keys:
@@ -106,10 +116,88 @@ def measure_sensitivity(
     return found
 
 
-def _of_all(
-    seen: Mapping[str, LayerEvidence], layers: Mapping[str, PlannedLayer], ranks: Ranks
+def _divergences(
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    wanted: Mapping[str, Sequence[LinearKey]],
+    seen: Mapping[str, LayerEvidence],
+    tokens: int,
+    ranks: Ranks,
+) -> dict[str, dict[LinearKey, float]]:
+    """Layer -> key -> what it costs; nothing where no token came by."""
+    found = {name: dict.fromkeys(keys, 0.0) for name, keys in wanted.items()}
+    errors = _errors(recipe, weights, wanted, seen, ranks)
+    own = [(name, key, _divergence(error, seen[name], tokens)) for name, key, error in errors]
+    for name, key, divergence in (one for parts in ranks.everyones(own) for one in parts):
+        found[name][key] = divergence
+    return found
+
+
+def _of_block(
+    stream: GradientStream, partial: PartialModel, path: str, layers: Mapping[str, PlannedLayer], ranks: Ranks
 ) -> Mapping[str, LayerEvidence]:
-    """What all processes saw; layers that read one input share its statistics again."""
+    """The evidence of a block's planned layers by stored name, and of what else reads the inputs of some: routers.
+
+    Raises:
+        CheckpointError: it is not finite.
+    """
+    block = partial.model.get_submodule(path)
+    own = {f"{path}.{name}": weight for name, weight in matrices(block).items()}
+    modules = {name: partial.destinations.module(name) for name in by_module(partial.folder.headers)}
+    inside = {name: place for name, place in modules.items() if place in own}
+    readers = inside.keys() - layers.keys()
+    shapes = {n: (0 if n in readers else own[place].shape[0], own[place].shape[1]) for n, place in inside.items()}
+    seen = _of_all(stream.back(path, inside, readers), shapes, ranks)
+    for name, one in seen.items():
+        try:
+            one.statistics.require_finite()
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}.", "Repair the source model.") from error
+    return seen
+
+
+class _ScaledEvidence(KeptEvidence):
+    """Evidence of a block's layers, as transformations have left it.
+
+    Args:
+        block: its path.
+        seen: by the layers' stored names.
+    """
+
+    def __init__(self, block: str, seen: Mapping[str, LayerEvidence]) -> None:
+        super().__init__(BlockStatistics(block, {name: one.statistics for name, one in seen.items()}, {}))
+        self.seen = dict(seen)
+
+    def divide(self, names: Sequence[str], columns: Tensor) -> None:
+        names = [name for name in names if name in self.seen]  # no token reached the others
+        super().divide(names, columns)
+        for name in names:
+            self.seen[name] = self.seen[name].scaled(self.statistics.inputs[name], columns, None)
+
+    def divide_outputs(self, name: str, rows: Tensor) -> None:
+        if name in self.seen and len(self.seen[name].squares):
+            self.seen[name] = self.seen[name].scaled(self.seen[name].statistics, None, rows)
+
+
+def _transformed(
+    transforms: Transformations, block: str, seen: Mapping[str, LayerEvidence]
+) -> Mapping[str, LayerEvidence]:
+    """The evidence after the block has been transformed."""
+    evidence = _ScaledEvidence(block, seen)
+    transforms.enter(evidence, block)
+    return evidence.seen
+
+
+def _of_all(
+    seen: Mapping[str, LayerEvidence], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
+) -> Mapping[str, LayerEvidence]:
+    """What all processes saw; layers that read one input share its statistics again.
+
+    Args:
+        seen: what this one saw.
+        shapes: outputs and input features of every layer.
+        ranks: the processes.
+    """
     if ranks.count == 1:
         return seen
     first: dict[str, str] = {}  # of the layers that read one input
@@ -118,7 +206,7 @@ def _of_all(
     found: dict[str, LayerEvidence] = {}
     shared: dict[str, InputStatistics] = {}
     for name, leader in first.items():
-        own, (outputs, features) = seen.get(name), layers[name].shape
+        own, (outputs, features) = seen.get(name), shapes[name]
         if leader not in shared:
             shared[leader] = ranks.total(own.statistics if own else None, features)
         sums = (own.total, own.squares, own.squared_sums) if own else None

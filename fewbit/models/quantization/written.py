@@ -22,7 +22,7 @@ class WrittenLayer:
 
     Attributes:
         result: what an algorithm made of it.
-        stored: its tensors on disk, by their names below the layer, on the CPU.
+        stored: its tensors on disk, by their names below the layer, where codes were chosen.
         reread: the plain record that a reader makes of them: a format may hold a scale with fewer digits than the hub.
     """
 
@@ -50,7 +50,7 @@ class LayerWriter:
     def write(self, layer: PlannedLayer, result: LayerResult) -> WrittenLayer:
         """The layer's tensors, and what they say."""
         assert layer.key is not None
-        stored = self._checkpoint.write(result.record.to("cpu"), layer.key)
+        stored = self._checkpoint.write(result.record, layer.key)
         return WrittenLayer(result, stored, self.read(layer, stored))
 
     def read(self, layer: PlannedLayer, stored: Mapping[str, Tensor]) -> QuantizedTensor:

@@ -38,6 +38,10 @@ class Evidence(ABC):
     def divide(self, names: Sequence[str], columns: Tensor) -> None:
         """Takes note that the inputs of layers, by stored name, are divided by `columns`, float32 [K]."""
 
+    @abstractmethod
+    def divide_outputs(self, name: str, rows: Tensor) -> None:
+        """Takes note that what a linear layer, by stored name, puts out is divided by `rows`, float32 [N]."""
+
 
 class StreamEvidence(Evidence):
     """Runs the block on the states that a stream has carried to it.
@@ -77,6 +81,9 @@ class StreamEvidence(Evidence):
     def divide(self, names: Sequence[str], columns: Tensor) -> None:
         """Does nothing: the next pass through the block shows it."""
 
+    def divide_outputs(self, name: str, rows: Tensor) -> None:
+        """Does nothing, see `divide`."""
+
     def _of_all(self, mapping: ScaleMapping, own: Observation | None) -> Observation:
         """What all processes saw of an input."""
         features, tokens = len(mapping.rows), dict[str, int]()
@@ -100,14 +107,18 @@ class KeptEvidence(Evidence):
     ) -> dict[str, Observation]:
         inputs, found = self.statistics.inputs, {}
         for mapping in mappings:
-            tokens = {name: inputs[stored[name]].tokens for name in mapping.consumers}
-            read = inputs[stored[mapping.consumers[0]]]
-            found[mapping.producer] = Observation(read, {name: count for name, count in tokens.items() if count})
+            read = {name: inputs[stored[name]] for name in mapping.consumers if stored[name] in inputs}
+            first = read.get(mapping.consumers[0]) or InputStatistics.empty()
+            tokens = {name: one.tokens for name, one in read.items() if one.tokens}
+            found[mapping.producer] = Observation(first, tokens)
         _require_finite(block, found.values())
         return found
 
     def divide(self, names: Sequence[str], columns: Tensor) -> None:
         self.statistics = self.statistics.divided(names, columns)
+
+    def divide_outputs(self, name: str, rows: Tensor) -> None:
+        """Does nothing: of outputs nothing is kept but what a cache would hold, which is refused before."""
 
 
 def _nothing(mapping: ScaleMapping, x: Tensor) -> InputStatistics:

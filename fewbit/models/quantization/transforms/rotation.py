@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fewbit.algorithms.hadamard import Orthogonal, random_orthogonal
 from fewbit.errors import ModelError, SchemeError
-from fewbit.models.families import blocks_of
+from fewbit.models.families import blocks_of, structure_of
 from fewbit.models.layers import head_name
 from fewbit.models.quantization.transforms.interface import Transform
 from fewbit.models.quantization.transforms.probe import SAME, BlockProbe, deviation, matrices
@@ -75,12 +75,11 @@ class Rotation(Transform):
         rotated = 0
         for path in blocks_of(probe.model):
             block = probe.model.get_submodule(path)
-            shapes = tuple((name, type(module)) for name, module in block.named_modules())
-            sizes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-            kind = kinds.get((shapes, sizes))
+            structure = structure_of(block)
+            kind = kinds.get(structure)
             if kind is None:
                 own = probe.parameters(path, weights.load)
-                kind = kinds[(shapes, sizes)] = _kind_of(probe, path, own, values)
+                kind = kinds[structure] = _kind_of(probe, path, own, values)
                 _check(probe, path, own, kind, stream if self.settings.stream else None, values)
             found = kind.changes(
                 lambda leaf, path=path: weights.load(probe.partial.source(f"{path}.{leaf}")),

@@ -13,6 +13,7 @@ from fewbit.algorithms.registry import algorithm
 from fewbit.checkpoints.dtypes import torch_dtype
 from fewbit.checkpoints.tensor_files import TensorFolder
 from fewbit.errors import ModelError
+from fewbit.models.families import structure_of
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.transforms.evidence import Evidence
 from fewbit.models.quantization.transforms.interface import Consumer, Observation, Scaling, ScalingTask, Transform
@@ -109,9 +110,12 @@ class Transformations:
             found = self._ranks.first(one.choose(task).on_cpu() if self._ranks.writes else None)
             assert found is not None
             entries.append(entry | {"choice": found.choice, "loss": found.loss, "loss_before": found.loss_before})
-            columns = self._fold(block, mapping, found)
-            if columns is not None:
+            scale = self._fold(block, mapping, found)
+            if scale is not None:
+                columns = scale[mapping.rows.to(scale.device)]
                 evidence.divide([stored[name] for name in mapping.consumers], columns)
+                if not mapping.norm:
+                    evidence.divide_outputs(self._stored_module(block, mapping.producer), scale)
         after = probe.parameters(block, self.weights.load)
         error = deviation(probe.output(block, after), probe.output(block, before))
         if not error <= LARGEST_DEVIATION:
@@ -123,9 +127,7 @@ class Transformations:
     def _mappings_of(self, block: str, parameters: Mapping[str, Tensor]) -> tuple[ScaleMapping, ...]:
         """The block's mappings; blocks of one structure have the same."""
         assert self._probe is not None
-        module = self._probe.model.get_submodule(block)
-        kind = tuple((name, type(part)) for name, part in module.named_modules())
-        kind = (kind, tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters()))
+        kind = structure_of(self._probe.model.get_submodule(block))
         if kind not in self._mappings:
             self._mappings[kind] = scale_mappings(self._probe, block, parameters)
         return self._mappings[kind]
@@ -146,7 +148,7 @@ class Transformations:
         """Divides what the producer puts out, and multiplies its consumers' weights.
 
         Returns:
-            What the consumers' input is divided by, float32 [K]; None where it stays.
+            What the producer's output features are divided by, float32 [N]; None where they stay.
         """
         if found.columns is None:
             return None
@@ -171,7 +173,7 @@ class Transformations:
         for name in mapping.consumers:
             weight = self._load(block, f"{name}.weight")
             self.weights.change_block({self._stored(block, f"{name}.weight"): weight * scale[rows]})
-        return scale[rows]
+        return scale
 
     def _has(self, block: str, leaf: str) -> bool:
         assert self._probe is not None

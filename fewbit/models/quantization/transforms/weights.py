@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -65,6 +66,11 @@ class TransformedWeights:
         tensor = self.source.load(self._copies.get(name, name))
         change = self._changes.get(name)
         return tensor if change is None else change(tensor).float()
+
+    def later(self, name: str) -> Callable[[], Tensor]:
+        """What loads the tensor as it is now, also when the next block has begun."""
+        own = self._block.get(name)
+        return partial(self.load, name) if own is None else own.clone
 
     def plain(self, name: str) -> Tensor:
         """The tensor in the dtype that it has on disk.
