@@ -26,6 +26,16 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives at the same barrier of the block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -82,6 +92,14 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int colum
         : "memory");
 }
 
+__device__ __forceinline__ void copy_box_to(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+        : "memory");
+}
+
 // Products of warpgroups.
 
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -118,22 +136,19 @@ __device__ __forceinline__ void flag_take(u32* flag) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-// To shared memory of the block `rank` of the cluster.
-__device__ __forceinline__ void store_floats_at(u32 to, u32 rank, const float* from) {
-    asm volatile(
-        "{\n.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n}" ::"r"(to),
-        "r"(rank), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
-        : "memory");
+// Waits until `count` blocks have come here, and leaves for the last of them to go to set it back.
+__device__ __forceinline__ void flag_count(u32* flag, u32 count) {
+    u32 found;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+    } while (found < count);
 }
 
-__device__ __forceinline__ float4 load_shared_floats(u32 from) {
-    float4 found;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
-                 : "r"(from));
-    return found;
+__device__ __forceinline__ void flag_leave(u32* flag, u32 count) {
+    u32 found;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(found) : "l"(flag) : "memory");
+    if (found == 2 * count - 1) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
 __device__ __forceinline__ void store_floats(float* to, const float* from) {

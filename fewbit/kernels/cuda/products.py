@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
-from fewbit.kernels.linear.fragment_cuts import RECEIVED_APART, Cut
+from fewbit.kernels.linear.fragment_cuts import Cut
 from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
 from fewbit.spec.element import E4M3
 
@@ -29,7 +28,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
-        ("scale_stride", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("parts", "scale_stride")),
     )
 
 
@@ -54,19 +53,22 @@ def multiply(
         x = x.clone()
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
-    work = token_tiles * -(-layout.units // cut.units) * layout.depths
-    blocks = cut.blocks(work // layout.depths, layout.depths, _multiprocessors(x.device.index))
-    is_split = cut.parts == 1 and work % blocks + work // blocks % layout.depths > 0
-    partial = x.new_empty(blocks * cut.sums if is_split else 0, dtype=torch.float32)
+    work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
+    clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
+    if cut.even:
+        clusters = -(-work // -(-work // clusters))
+    blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
+    parts = layout.depths // each if not rest and layout.depths % each == 0 else 1
+    partial = x.new_empty(blocks * cut.sums if rest or each % layout.depths else 0, dtype=torch.float32)
     problem = Problem(
         weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
         None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
         layout.rows, stride, layout.units, layout.depths, token_tiles, work,
-        int(token_scale is not None and token_scale.dim() > 0),
+        parts, int(token_scale is not None and token_scale.dim() > 0),
     )  # fmt: skip
-    described = matrix_map(x, cut.tokens, SWIZZLED // x.element_size())
+    described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
-    _launch(function, blocks, (described, problem), x)
+    function.launch(blocks, addresses(described, problem), _stream(x))
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
 
@@ -80,14 +82,12 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
     function = _decoder(layout.decoding, weight.device.index)
     pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
     extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
-    _launch(function, layout.units * layout.depths, (*pointers, *extents), weight)
+    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
     return out
 
 
-def _launch(function: Function, blocks: int, parameters: tuple[Any, ...], tensor: Tensor) -> None:
-    """Starts a function on torch's current stream of the tensor's device."""
-    with torch.cuda.device(tensor.device):
-        function.launch(blocks, addresses(*parameters), torch.cuda.current_stream().cuda_stream)
+def _stream(tensor: Tensor) -> int:
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 @cache
@@ -117,11 +117,11 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     is_fp8 = decoding.operand == E4M3.name
     macros = {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "PARTS": cut.parts, "RECEIVED_APART": RECEIVED_APART, "RESIDENTS": cut.residents,
-        "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+        "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
+        "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
     if not is_fp8:
-        macros["STEP"] = cut.step
+        macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
     names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
     texts = [_text(name) for name in names]
     source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])

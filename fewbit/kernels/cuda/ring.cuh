@@ -5,10 +5,9 @@
 // features each. Blocks stay: the work, tiles by steps of K, is cut into equal ranges, and where a range ends inside a
 // tile, the block that has the tile's first step adds what the others found, in their order.
 //
-// Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, PARTS (blocks of a cluster that share a tile, which is then not cut
-// otherwise), RECEIVED_APART (bytes), RESIDENTS (blocks that a multiprocessor has room for, so that the next kernel's wait
-// there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3), REGISTERS and PRODUCER_REGISTERS of a thread where there is
-// room for one block, and what `fragments.cuh` needs.
+// Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), RESIDENTS (blocks that a
+// multiprocessor has room for, so that the next kernel's wait there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3),
+// REGISTERS and PRODUCER_REGISTERS of a thread where there is room for one block, and what `fragments.cuh` needs.
 
 constexpr int UNITS = WARPGROUPS * TILES;
 constexpr int X_BYTES = TOKENS * DEPTH * OPERAND_BYTES;
@@ -31,11 +30,11 @@ __device__ __forceinline__ u32 load_shared4(u32 address) {
     return found;
 }
 
-// The part of the work that a block has, in steps of K.
+// The part of the work that a cluster has, in steps of K, and how it walks through tiles.
 struct Range {
     int first, end;
-    __device__ __forceinline__ Range(int index, int work)
-        : first((u64)index * work / gridDim.x), end((u64)(index + 1) * work / gridDim.x) {}
+    __device__ __forceinline__ Range(int index, int clusters, int work)
+        : first((u64)index * work / clusters), end((u64)(index + 1) * work / clusters) {}
 };
 
 struct Problem {
@@ -45,22 +44,22 @@ struct Problem {
     const float* token_scale;     // [M] or [] for tokens in E4M3
     float* partial;               // [blocks, sums of a block]
     u32* flags;                   // [blocks], zero between launches
-    int tokens, rows, stride, units, depths, token_tiles, work, scale_stride;
+    int tokens, rows, stride, units, depths, token_tiles, work, parts, scale_stride;
 };
 
 // What of a step of the work lies where.
 struct Place {
     int depth, token, unit;
-    __device__ __forceinline__ Place(const Problem& p, int step) {
+    __device__ __forceinline__ Place(const Problem& p, int step, int rank) {
         const int tile = step / p.depths;
         depth = step - tile * p.depths;
         token = tile % p.token_tiles * TOKENS;
-        unit = tile / p.token_tiles * UNITS;
+        unit = (tile / p.token_tiles * CLUSTER + rank) * UNITS;
     }
 };
 
-__device__ __forceinline__ void fetch_weights(const Problem& p, int step, u32 to, u32 barrier, u64 policy) {
-    const Place place(p, step);
+__device__ __forceinline__ void fetch_weights(const Problem& p, int step, u32 rank, u32 to, u32 barrier, u64 policy) {
+    const Place place(p, step, rank);
     barrier_expect(barrier, X_BYTES + W_BYTES);
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
@@ -70,29 +69,39 @@ __device__ __forceinline__ void fetch_weights(const Problem& p, int step, u32 to
     }
 }
 
-__device__ __forceinline__ void fetch_tokens(const TensorMap* x_map, const Problem& p, int step, u32 to, u32 barrier) {
-    const Place place(p, step);
+// Every block of a cluster fetches its part of the tokens for all.
+__device__ __forceinline__ void fetch_tokens(const TensorMap* x_map, const Problem& p, int step, u32 rank, u32 to,
+                                             u32 barrier) {
+    constexpr int PART = TOKENS / CLUSTER;
+    const Place place(p, step, rank);
 #pragma unroll
-    for (int box = 0; box < OPERAND_BYTES; box++)
-        copy_box(to + box * TOKENS * 128, x_map, place.depth * DEPTH + box * (128 / OPERAND_BYTES), place.token, barrier);
+    for (int box = 0; box < OPERAND_BYTES; box++) {
+        const u32 at = to + (box * TOKENS + rank * PART) * 128;
+        const int column = place.depth * DEPTH + box * (128 / OPERAND_BYTES), row = place.token + rank * PART;
+        if (CLUSTER > 1)
+            copy_box_to(at, x_map, column, row, barrier, (1 << CLUSTER) - 1);
+        else
+            copy_box(at, x_map, column, row, barrier);
+    }
 }
 
 __device__ __forceinline__ void produce(const TensorMap* x_map, const Problem& p, Range range, u32 stages, u32 full,
                                         u32 empty) {
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const u64 policy = policy_evict_first();
     prefetch_map(x_map);
     const int ahead = min(STAGES, range.end - range.first);
     for (int i = 0; i < ahead; i++)
-        fetch_weights(p, range.first + i, stages + i * STAGE_BYTES + X_BYTES, full + 8 * i, policy);
+        fetch_weights(p, range.first + i, rank, stages + i * STAGE_BYTES + X_BYTES, full + 8 * i, policy);
     wait_for_previous();
     for (int i = 0; i < ahead; i++)
-        fetch_tokens(x_map, p, range.first + i, stages + i * STAGE_BYTES, full + 8 * i);
+        fetch_tokens(x_map, p, range.first + i, rank, stages + i * STAGE_BYTES, full + 8 * i);
     u32 stage = 0, parity = 0;
     for (int step = range.first + ahead; step < range.end; step++) {
         const u32 at = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         barrier_wait(empty + 8 * stage, parity);
-        fetch_weights(p, step, at + X_BYTES, barrier, policy);
-        fetch_tokens(x_map, p, step, at, barrier);
+        fetch_weights(p, step, rank, at + X_BYTES, barrier, policy);
+        fetch_tokens(x_map, p, step, rank, at, barrier);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -110,29 +119,32 @@ __device__ __forceinline__ void leave_sums(const Problem& p, const float (&sums)
     if (thread == 0) flag_set(p.flags + blockIdx.x);
 }
 
-// Which of the CHUNKS of four sums that a thread has its block stores.
+// Which of the CHUNKS of four sums that a thread has its block adds up and stores.
 constexpr int CHUNKS = TILES * SUMS / 4;
 
 struct Chunks {
     int first, end;
+    __device__ __forceinline__ Chunks(int part, int parts) : first(part * CHUNKS / parts), end((part + 1) * CHUNKS / parts) {}
     __device__ __forceinline__ bool has(int chunk) const { return chunk >= first && chunk < end; }
 };
 
-// Adds what the blocks of the `count` ranges after this one's left of the tile, in their order, once all have.
-__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count) {
-    for (int i = thread; i < count; i += THREADS) flag_take(p.flags + block - i);
-    wait_for_consumers();
+// Adds what `count` blocks left, in their order, `block` first, without `itself`.
+__device__ __forceinline__ void add_left(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count,
+                                         int itself, Chunks mine) {
     constexpr int LOADS = CHUNKS < 4 ? CHUNKS : 4;  // in flight
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
-        const float* from = p.partial + (u64)(block - i) * (CHUNKS * 4 * THREADS) + 4 * thread;
+        if (i == itself) continue;
+        const float* from = p.partial + (u64)(block - i * CLUSTER) * (CHUNKS * 4 * THREADS) + 4 * thread;
 #pragma unroll
         for (int batch = 0; batch < CHUNKS; batch += LOADS) {
             float4 found[LOADS];
 #pragma unroll
-            for (int j = 0; j < LOADS; j++) found[j] = load_floats(from + (batch + j) * 4 * THREADS);
+            for (int j = 0; j < LOADS; j++)
+                if (mine.has(batch + j)) found[j] = load_floats(from + (batch + j) * 4 * THREADS);
 #pragma unroll
             for (int j = 0; j < LOADS; j++) {
+                if (!mine.has(batch + j)) continue;
                 float* to = &sums[(batch + j) * 4 / SUMS][(batch + j) * 4 % SUMS];
                 to[0] += found[j].x, to[1] += found[j].y, to[2] += found[j].z, to[3] += found[j].w;
             }
@@ -140,38 +152,31 @@ __device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][
     }
 }
 
-__device__ __forceinline__ float token_factor(const Problem& p, int token) {
-    return OPERAND_BYTES == 2 ? 1.f : p.token_scale[token * p.scale_stride] * 512.f;
+// What the blocks of the `count` ranges after this one's left of the tile.
+__device__ __forceinline__ void add_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count) {
+    for (int i = thread; i < count; i += THREADS) flag_take(p.flags + block - i * CLUSTER);
+    wait_for_consumers();
+    add_left(p, sums, thread, block, count, -1, Chunks(0, 1));
 }
 
-// Where the blocks of a cluster are the PARTS of a tile, each adds up a slice of the sums, through shared memory: behind the
-// stages, or in their place once every block has done with them.
-constexpr int SLICE = CHUNKS < PARTS ? 1 : CHUNKS / PARTS;
-constexpr int RECEIVED_BYTES = PARTS * SLICE * THREADS * 16;
-constexpr bool RECEIVES_IN_RING = RECEIVED_BYTES > RECEIVED_APART;
-
-__device__ __forceinline__ Chunks gather_sums(float (&sums)[TILES][SUMS], u32 stages, int thread) {
-    const int rank = cluster_rank();
-    const u32 received = stages + (RECEIVES_IN_RING ? 0 : STAGES * (STAGE_BYTES + 16)) + 16 * thread;
-    if (RECEIVES_IN_RING) cluster_sync();
+// Where all ranges are as long and a tile is `parts` of them, every block adds its share of the tile's sums up. All blocks
+// of a launch are there at once.
+__device__ __forceinline__ void exchange_sums(const Problem& p, float (&sums)[TILES][SUMS], int thread, u32* flag, int block,
+                                              int part, Chunks mine) {
+    float* to = p.partial + (u64)blockIdx.x * (CHUNKS * 4 * THREADS) + 4 * thread;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++)
-        if (chunk / SLICE != rank)
-            store_floats_at(received + (rank * SLICE + chunk % SLICE) * (THREADS * 16), chunk / SLICE,
-                            &sums[chunk * 4 / SUMS][chunk * 4 % SUMS]);
-    cluster_sync();
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        if (chunk / SLICE != rank) continue;
-        float* to = &sums[chunk * 4 / SUMS][chunk * 4 % SUMS];
-#pragma unroll
-        for (int other = 0; other < PARTS; other++) {
-            if (other == rank) continue;
-            const float4 found = load_shared_floats(received + (other * SLICE + chunk % SLICE) * (THREADS * 16));
-            to[0] += found.x, to[1] += found.y, to[2] += found.z, to[3] += found.w;
-        }
-    }
-    return {rank * SLICE, (rank + 1) * SLICE};
+        if (!mine.has(chunk)) store_floats(to + chunk * 4 * THREADS, &sums[chunk * 4 / SUMS][chunk * 4 % SUMS]);
+    wait_for_consumers();
+    if (thread == 0) flag_count(flag, p.parts);
+    wait_for_consumers();
+    add_left(p, sums, thread, block, p.parts, part, mine);
+    wait_for_consumers();
+    if (thread == 0) flag_leave(flag, p.parts);
+}
+
+__device__ __forceinline__ float token_factor(const Problem& p, int token) {
+    return OPERAND_BYTES == 2 ? 1.f : p.token_scale[token * p.scale_stride] * 512.f;
 }
 
 // A thread has two neighbouring output features of every token of its own. `stride` is even, so that pairs are aligned.
@@ -236,6 +241,10 @@ struct Reader {
         share.load(codes_at + stage * STAGE_BYTES, scales_at + stage * STAGE_BYTES);
     }
     __device__ __forceinline__ void release(u32 stage) const {
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (CLUSTER > 1) {
+            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
+        } else if (lane == 0) {
+            barrier_arrive(empty + 8 * stage);
+        }
     }
 };

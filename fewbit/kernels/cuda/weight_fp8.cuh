@@ -1,7 +1,8 @@
 // Sums of decoded weights times tokens in E4M3: no sum of the tensor cores runs over more than a group, whose scale then
-// multiplies it in float32, so that nothing is rounded.
+// multiplies it in float32, so that nothing is rounded. AHEAD does not apply.
 
-constexpr int PRODUCTS = GROUP / 32;  // of a group
+constexpr bool AHEAD = false;
+constexpr int PARTS = GROUP / 32;  // products of a group
 
 // Tokens in E4M3: a number below 16 in the bits of E4M3 is that many times 2**-9, which the end makes up for. A code is a
 // sign over the magnitude, less one where the sign is set, so that -8 has a code. Eight codes -> low, then high nibbles.
@@ -20,11 +21,11 @@ __device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&fo
 }
 
 // The first tile's group is scaled while the second's is multiplied, the second's while another warpgroup multiplies.
-__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
+__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Share& share, Turn& turn,
+                                           int count, bool) {
     static_assert(TILES <= 2, "a tile waits for one other");
     float found[TILES][SUMS];
-    u32 fragment[TILES][PRODUCTS][4];
-    Share share;
+    u32 fragment[TILES][PARTS][4];
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -38,15 +39,15 @@ __device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[T
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
 #pragma unroll
-                for (int s = 0; s < PRODUCTS; s++) {
-                    const int k = (g * PRODUCTS + s) * 2;
+                for (int s = 0; s < PARTS; s++) {
+                    const int k = (g * PARTS + s) * 2;
                     decode_e4m3(&fragment[t][s][0], share.codes[t][k]);
                     decode_e4m3(&fragment[t][s][2], share.codes[t][k + 1]);
                 }
                 multiply_fence();
 #pragma unroll
-                for (int s = 0; s < PRODUCTS; s++)
-                    multiply(found[t], fragment[t][s], x + (g * PRODUCTS + s) * 2, s > 0);
+                for (int s = 0; s < PARTS; s++)
+                    multiply(found[t], fragment[t][s], x + (g * PARTS + s) * 2, s > 0);
                 multiply_commit();
             }
             if (TILES == 2) {

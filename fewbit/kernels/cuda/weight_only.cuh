@@ -1,6 +1,6 @@
 // Sums of decoded weights times tokens in bf16 or fp16.
 //
-// Compile-time: STEP (16 input features each, decoded at once).
+// Compile-time: STEP (16 input features each, decoded at once), AHEAD (see `add_stages`).
 
 constexpr bool FEW = TOKENS <= 16;
 constexpr int STEPS = DEPTH / 16 / STEP;
@@ -33,19 +33,26 @@ __device__ __forceinline__ void multiply_eight(float* sums, const u32 (&fragment
         : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "r"(columns[0]), "r"(columns[1]));
 }
 
-// Sums over stages by `wgmma`: while it runs, the next codes are decoded.
-__device__ __forceinline__ void add_stages_of_many(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
+// Sums over stages by `wgmma`: while it runs, the next codes are decoded. With AHEAD the first stage's share is loaded.
+__device__ __forceinline__ void add_stages_of_many(const Reader& reader, float (&sums)[TILES][SUMS], Share& share,
+                                                   Turn& turn, int count, bool more) {
     u32 fragment[2][STEP][TILES][4];
     u32 previous = 0;
     for (int i = 0; i < count; i++) {
-        Share share;
+        Share next;
         const u32 current = turn.stage;
-        reader.wait(turn);
-        reader.load(share, current);
+        if (!AHEAD) {
+            reader.wait(turn);
+            reader.load(share, current);
+        }
         turn.next();
         const u64 x = describe_rows(reader.stages + current * STAGE_BYTES);
 #pragma unroll
         for (int q = 0; q < STEPS; q++) {
+            if (AHEAD && q == STEPS - 1 && (more || i + 1 < count)) {
+                reader.wait(turn);
+                reader.load(next, turn.stage);
+            }
 #pragma unroll
             for (int s = 0; s < STEP; s++)
 #pragma unroll
@@ -67,14 +74,15 @@ __device__ __forceinline__ void add_stages_of_many(const Reader& reader, float (
             if (q == 0 && i > 0) reader.release(previous);
         }
         previous = current;
+        if (AHEAD) share = next;
     }
     multiply_wait<0>();
     reader.release(previous);
 }
 
 // The same for few tokens by `mma`, which waits for nobody. Sums of groups are scaled: nothing is rounded before the result.
-__device__ __forceinline__ void add_stages_of_few(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
-    Share share;
+__device__ __forceinline__ void add_stages_of_few(const Reader& reader, float (&sums)[TILES][SUMS], Share& share,
+                                                  Turn& turn, int count) {
     const int row = reader.lane % 8, part = reader.lane / 8;
     float found[TILES][SUMS], of_x[SUMS];
 #pragma unroll
@@ -129,9 +137,10 @@ __device__ __forceinline__ void add_stages_of_few(const Reader& reader, float (&
     }
 }
 
-__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Turn& turn, int count) {
+__device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[TILES][SUMS], Share& share, Turn& turn,
+                                           int count, bool more) {
     if (FEW)
-        add_stages_of_few(reader, sums, turn, count);
+        add_stages_of_few(reader, sums, share, turn, count);
     else
-        add_stages_of_many(reader, sums, turn, count);
+        add_stages_of_many(reader, sums, share, turn, count, more);
 }

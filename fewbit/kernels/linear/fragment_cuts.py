@@ -15,7 +15,6 @@ from fewbit.spec.element import E4M3
 WARPGROUP = 128
 SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
 RESERVED_BYTES = 1024
-RECEIVED_APART = 16384  # bytes of sums from other blocks up to which they have a place of their own
 SWIZZLED = 1024  # bytes that stages are whole multiples of
 
 
@@ -28,9 +27,11 @@ class Cut:
         warpgroups: that multiply, each `tiles` times 64 output features.
         stages: in flight, of 128 input features each.
         step: times 16 input features are decoded at once, where x is not `e4m3`.
+        cluster: blocks that share x.
+        ahead: take a stage's codes into registers while the stage before is multiplied, where x is not `e4m3`.
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
-        whole: no block gets part of a tile.
-        parts: equal parts of K that blocks of a cluster take, and add up among themselves.
+        blocks: of a launch for each multiprocessor.
+        even: as few blocks as are no slower, with as much work each; else as many as there is room for.
         decodes_first: decode the whole weight, then let the vendor's library multiply.
     """
 
@@ -39,9 +40,11 @@ class Cut:
     tiles: int = 1
     stages: int = 4
     step: int = 2
+    cluster: int = 1
+    ahead: bool = False
     residents: int = 1
-    whole: bool = False
-    parts: int = 1
+    blocks: int = 1
+    even: bool = True
     decodes_first: bool = False
 
     @property
@@ -67,9 +70,7 @@ class Cut:
     def shared_bytes(self, layout: FragmentLayout) -> int:
         """Shared memory of a block: stages, and two barriers for each."""
         stage = self.tokens * DEPTH * layout.operand_bytes + self.units * layout.unit_bytes
-        ring = self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
-        received = 4 * max(self.sums, self.parts * 4 * self.warpgroups * WARPGROUP) if self.parts > 1 else 0
-        return ring + (received if received <= RECEIVED_APART else 0)
+        return self.stages * (-(-stage // SWIZZLED) * SWIZZLED + 16)
 
     def fitted(self, layout: FragmentLayout) -> Cut:
         """The cut with as many of its stages as there is room for."""
@@ -78,47 +79,33 @@ class Cut:
             cut = replace(cut, stages=cut.stages - 1)
         return cut
 
-    def blocks(self, tiles: int, depths: int, multiprocessors: int) -> int:
-        """Blocks of a launch: no more than there is room for at once, unless they are clusters.
-
-        With room for one block to a multiprocessor, only as many as are no slower; else one for each, so that the next
-        kernel's are spread evenly too.
-        """
-        if self.parts > 1:
-            return tiles * self.parts
-        if self.whole:
-            return -(-tiles // -(-tiles // (multiprocessors * self.residents)))
-        most = min(tiles * depths, multiprocessors)
-        return most if self.residents > 1 else -(-tiles * depths // -(-tiles * depths // most))
-
 
 Cutter = Callable[[FragmentLayout, int, str], Cut]
 
-DECODES_FIRST_FROM = 2049
+DECODES_FIRST_FROM = 1025
+"""Tokens from which weights are decoded once, into a matrix for the vendor's product."""
 TALL = 16384
 """Output features from which blocks of twice the height leave no multiprocessor idle; they read x half as often."""
 _LOW = (
-    Cut(8, stages=10, residents=2),
-    Cut(16, stages=8, residents=2),
-    Cut(32, stages=6, residents=2),
+    Cut(8, tiles=2, stages=10),
+    Cut(16, tiles=2, stages=9),
+    Cut(32, stages=8, step=4),
     Cut(64, stages=8, step=4),
     Cut(128, stages=5),
     Cut(256, stages=3),
 )
 _HIGH = (
-    Cut(8, tiles=2, stages=10),
-    Cut(16, tiles=2, stages=9),
+    *_LOW[:2],
     Cut(32, tiles=2, stages=8, step=4),
     Cut(64, tiles=2, stages=6, step=4),
-    Cut(128, stages=5, step=4),
-    Cut(256, stages=3, step=4),
+    Cut(128, tiles=2, stages=4, step=4),
+    _LOW[-1],
 )
-_FP8_LOW = (Cut(16, stages=15), Cut(32, stages=13), Cut(64, stages=12), Cut(128, stages=8))
+_FP8_LOW = (Cut(16, stages=11), Cut(32, stages=10), Cut(64, stages=8), Cut(128, stages=8))
 _FP8_HIGH = (
-    Cut(8, tiles=2, stages=10),
     Cut(16, tiles=2, stages=10),
     Cut(32, tiles=2, stages=9),
-    Cut(64, warpgroups=4, stages=8),
+    Cut(64, tiles=2, stages=8),
     Cut(128, stages=8),
 )
 

@@ -34,14 +34,13 @@ BLOCKS = {
 """Tokens of a block -> warpgroups and tiles of each; two tiles of sums for E4M3 take twice the registers."""
 MOST_FP8 = {(2, 2): 64, (4, 1): 64, (3, 1): 128, (2, 1): 192, (1, 2): 64}
 MOST_STAGES, FEWEST_STAGES = 16, 3
-PARTS = (4, 8)
 FEW = 32
 """Tokens up to which two blocks have room on a multiprocessor."""
 DECODES_FIRST_FROM = 1024
 _WIDTHS_16, _WIDTHS_FP8 = (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 192)
 
 
-def cut_candidates(layout: FragmentLayout, tokens: int, multiprocessors: int) -> Iterator[Cut]:
+def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
     """Cuts worth timing for a product of so many rows."""
     is_fp8 = layout.operand == E4M3.name
     widths = _WIDTHS_FP8 if is_fp8 else _WIDTHS_16
@@ -53,30 +52,13 @@ def cut_candidates(layout: FragmentLayout, tokens: int, multiprocessors: int) ->
             if is_fp8 and width > MOST_FP8[warpgroups, tiles]:
                 continue
             base = Cut(width, warpgroups, tiles, MOST_STAGES)
-            options = [base, *_of_few(base, layout, tokens, multiprocessors)]
+            options = [base]
+            if tokens <= FEW and warpgroups == 2 and not is_fp8:
+                options.append(replace(base, residents=2, even=False))
             if width >= FEW and not is_fp8:
                 options.append(replace(base, step=4))
             fitted = (option.fitted(layout) for option in options)
             yield from (option for option in fitted if option.stages >= FEWEST_STAGES)
-
-
-def _of_few(base: Cut, layout: FragmentLayout, tokens: int, multiprocessors: int) -> Iterator[Cut]:
-    """The same where few tokens make the ends of blocks count."""
-    if tokens > FEW:
-        return
-    tiles = -(-layout.units // base.units) * -(-tokens // base.tokens)
-    beside = replace(base, residents=2) if base.warpgroups == 2 and base.tiles == 1 else None
-    if beside is not None and layout.operand != E4M3.name:
-        yield beside
-    for one in (base, beside):
-        if one is None:
-            continue
-        room = multiprocessors * one.residents
-        if 2 * tiles > multiprocessors and tiles <= room:
-            yield replace(one, whole=True)
-        for parts in PARTS:
-            if layout.depths % parts == 0 and tiles * parts <= room:
-                yield replace(one, parts=parts)
 
 
 def compile_cuts(jobs: Iterable[tuple[Decoding, Cut]]) -> None:
@@ -91,7 +73,7 @@ def compile_cuts(jobs: Iterable[tuple[Decoding, Cut]]) -> None:
 
 
 def tune_cuts(
-    request: LinearRequest, hardware: Hardware, ladder: Iterable[int], multiprocessors: int, say: Callable[[str], None]
+    request: LinearRequest, hardware: Hardware, ladder: Iterable[int], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """The fastest cut at every M of the ladder for each kernel over fragments that takes the request, for a table."""
     found: list[dict[str, Any]] = []
@@ -99,15 +81,14 @@ def tune_cuts(
         kernel = linear_kernels()[name]
         layout = fragment_layout_of(request, operand) if kernel.refuse(request, hardware) is None else None
         if layout is not None:
-            found += _tuned(request, kernel, layout, list(ladder), multiprocessors, say)
+            found += _tuned(request, kernel, layout, list(ladder), say)
     return found
 
 
 def _tuned(
-    request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], multiprocessors: int,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:  # fmt: skip
-    candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens, multiprocessors))) for tokens in ladder}
+    request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens))) for tokens in ladder}
     compile_cuts((layout.decoding, cut) for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
     weights, found = rotated(kernel, request, "cuda"), []
     for tokens, cuts in candidates.items():

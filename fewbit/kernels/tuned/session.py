@@ -16,7 +16,6 @@ from fewbit.kernels.tuned.tune import (
     LADDER,
     Progress,
     compile_candidates,
-    multiprocessors,
     planned,
     tune_costs,
     tune_plans,
@@ -43,7 +42,7 @@ def tune_layers(
         for kernel, layout in pairs:
             plans = tune_plans(request, kernel, layout, ladder or LADDER, say)
             table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
-        cuts = tune_cuts(request, hardware, ladder or LADDER, multiprocessors(), say)
+        cuts = tune_cuts(request, hardware, ladder or LADDER, say)
         table = replace(table, cuts=_merged(table.cuts, cuts, ("layout", "M")))
         plans_in_table = using_plans(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
         with plans_in_table, using_cuts(cutter_of(table)):

@@ -92,7 +92,7 @@ def tune_plans(
     for tokens in ladder:
         x = inputs(request, tokens, "cuda")
         timed: list[tuple[float, Plan]] = []
-        for plan in candidates(layout, tokens, multiprocessors()):
+        for plan in candidates(layout, tokens, _multiprocessors()):
             with using_plans(lambda *_, plan=plan: plan):
                 calls = [partial(kernel.run, x, one, None) for one in weights]
                 if _fits(calls[0]):
@@ -103,9 +103,8 @@ def tune_plans(
     return found
 
 
-def multiprocessors() -> int:
-    """Of the first GPU, 0 without one."""
-    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def _fits(call: Callable[[], Tensor]) -> bool:
@@ -123,7 +122,7 @@ def compile_candidates(layouts: Iterable[tuple[WeightLayout, str]], ladder: Iter
     """Compiles all plans for layouts and dtypes, in a process to each core, into the cache that this process reads."""
     jobs: dict[Any, tuple[WeightLayout, Plan, int, torch.dtype]] = {}
     for (layout, dtype), tokens in product(layouts, ladder):
-        for plan in candidates(layout, tokens, multiprocessors()):
+        for plan in candidates(layout, tokens, _multiprocessors()):
             target = layout
             if plan.decodes_first and isinstance(layout, ProductLayout):
                 target = layout.decoded()
