@@ -3,8 +3,8 @@
 A number of a tile is a code times what its row counts in, and times the scale of its group where the scale stays
 outside. Integers of magnitude up to 16 are codes as they are. E2M1 under E8M0 takes the scales of groups in: E4M3 holds
 it times powers of two down to 2**-11 of the row's largest, which is brought to 2**6; a weight with a row whose scales
-lie further apart is not decoded to codes. Other weights that E4M3 holds, with zero points or scales of rows, are not taken:
-they have not run on a device.
+lie further apart is not decoded to codes. Other weights that E4M3 holds, with zero points or scales of rows, are not
+taken: they have not run on a device.
 """
 
 from __future__ import annotations
