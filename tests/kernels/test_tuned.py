@@ -11,7 +11,7 @@ import torch
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in, using_cuts
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import FragmentLayout
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
 from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
@@ -166,7 +166,7 @@ def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
     assert cut_for(layout, 100_000, "NVIDIA H200").decodes_first
     assert cut_for(layout, 1, "another device") == cut_by_rule(layout, 1).fitted(layout)
     only = Cut(64, stages=3)
-    with using_cuts(lambda *_: only):
+    with cut_for.by(lambda *_: only):
         assert cut_for(layout, 1, "NVIDIA H200") == only
     assert cut_for(layout, 1, "NVIDIA H200") != only
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
+from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import Table, tables_of
 from fewbit.spec.element import E4M3
 
@@ -80,8 +80,6 @@ class Cut:
         return cut
 
 
-Cutter = Callable[[FragmentLayout, int, str], Cut]
-
 DECODES_FIRST_FROM = 1025
 """Tokens from which weights are decoded once, into a matrix for the vendor's product."""
 TALL = 16384
@@ -144,20 +142,5 @@ def cut_by_table(layout: FragmentLayout, tokens: int, device: str) -> Cut:
     return (next((cut for cut in found if cut is not None), None) or cut_by_rule(layout, tokens)).fitted(layout)
 
 
-_cutter: Cutter = cut_by_table
-
-
-def cut_for(layout: FragmentLayout, tokens: int, device: str) -> Cut:
-    """The cut for a product of so many tokens on a device of that name."""
-    return _cutter(layout, tokens, device)
-
-
-@contextmanager
-def using_cuts(cutter: Cutter) -> Iterator[None]:
-    """Uses another cutter meanwhile: how cuts are measured and tested."""
-    global _cutter  # noqa: PLW0603 - the operation's schema holds tensors and a layout, nothing else
-    before, _cutter = _cutter, cutter
-    try:
-        yield
-    finally:
-        _cutter = before
+cut_for: Chosen[FragmentLayout, Cut] = Chosen(cut_by_table)
+"""The cut for a product of so many tokens on a device of that name."""

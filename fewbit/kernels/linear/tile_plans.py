@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.weight_tiles import TILE_ROWS, TileLayout
+from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import tables_of
 
 MULTIPROCESSORS = 132  # where nothing was measured, products are cut for a device of this size
@@ -51,7 +51,6 @@ class Plan:
 
 
 WeightLayout = TileLayout | ProductLayout
-Planner = Callable[[WeightLayout, int, str], Plan]
 
 
 def is_possible(plan: Plan, layout: WeightLayout) -> bool:
@@ -130,20 +129,5 @@ def rows_at_once(layout: WeightLayout, counters: int) -> int:
     return max(1, counters // -(-layout.rows // TILE_ROWS)) * FIXED_BLOCK_M
 
 
-_planner: Planner = plan_by_table
-
-
-def plan_for(layout: WeightLayout, tokens: int, device: str) -> Plan:
-    """The plan for a product of `tokens` rows on a device of that name."""
-    return _planner(layout, tokens, device)
-
-
-@contextmanager
-def using_plans(planner: Planner) -> Iterator[None]:
-    """Uses another planner meanwhile: how plans are measured and tested."""
-    global _planner  # noqa: PLW0603 - the operation's schema holds tensors and a layout, nothing else
-    before, _planner = _planner, planner
-    try:
-        yield
-    finally:
-        _planner = before
+plan_for: Chosen[WeightLayout, Plan] = Chosen(plan_by_table)
+"""The plan for a product of so many tokens on a device of that name."""

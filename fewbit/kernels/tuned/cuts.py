@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_in, using_cuts
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.measure import call_time_us
@@ -94,7 +94,7 @@ def _tuned(
     for tokens, cuts in candidates.items():
         x, timed = inputs(request, tokens, "cuda"), []
         for cut in cuts:
-            with using_cuts(lambda *_, cut=cut: cut):
+            with cut_for.by(lambda *_, cut=cut: cut):
                 timed.append((call_time_us([partial(kernel.run, x, one, None) for one in weights], "cuda"), cut))
         best_us, best = min(timed, key=lambda pair: pair[0])
         say(f"{request.key} N={request.rows} K={request.columns} M={tokens}: {best_us:.1f} us, {best}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.fragment_cuts import using_cuts
-from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, using_plans
+from fewbit.kernels.linear.fragment_cuts import cut_for
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, plan_for
 from fewbit.kernels.tuned.cuts import cutter_of, tune_cuts
 from fewbit.kernels.tuned.table import COMPARED, Table, name_of, tables_of
 from fewbit.kernels.tuned.tune import (
@@ -44,8 +44,8 @@ def tune_layers(
             table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
         cuts = tune_cuts(request, hardware, ladder or LADDER, say)
         table = replace(table, cuts=_merged(table.cuts, cuts, ("layout", "M")))
-        plans_in_table = using_plans(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
-        with plans_in_table, using_cuts(cutter_of(table)):
+        plans_in_table = plan_for.by(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
+        with plans_in_table, cut_for.by(cutter_of(table)):
             costs = tune_costs(request, hardware, ladder or LADDER, say)
         table = replace(table, costs=_merged(table.costs, costs, ("key", "dtype", "N", "K", "M")))
         table.write(path)

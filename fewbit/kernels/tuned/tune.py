@@ -17,7 +17,7 @@ from torch import Tensor
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
 from fewbit.kernels.linear.tile_codes import with_codes
-from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, using_plans
+from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, plan_for
 from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import layout_of
 from fewbit.kernels.registry import linear_kernels
@@ -93,7 +93,7 @@ def tune_plans(
         x = inputs(request, tokens, "cuda")
         timed: list[tuple[float, Plan]] = []
         for plan in candidates(layout, tokens, _multiprocessors()):
-            with using_plans(lambda *_, plan=plan: plan):
+            with plan_for.by(lambda *_, plan=plan: plan):
                 calls = [partial(kernel.run, x, one, None) for one in weights]
                 if _fits(calls[0]):
                     timed.append((call_time_us(calls, "cuda"), plan))
