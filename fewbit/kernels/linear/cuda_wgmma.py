@@ -126,9 +126,10 @@ def _multiply(flat: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, 
     from fewbit.kernels.cuda import products  # loads the driver's library
 
     cut = cut_for(layout, tokens, device_name(flat.device))
-    if cut.decodes_first:
-        return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
-    return products.multiply(flat, weight, flags, bias, layout, cut)
+    with torch.cuda.device(flat.device):  # the driver launches where the current device is
+        if cut.decodes_first:
+            return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
+        return products.multiply(flat, weight, flags, bias, layout, cut)
 
 
 def _fake(x: Tensor, _weight: Tensor, _flags: Tensor, _bias: Tensor | None, layout: str) -> Tensor:

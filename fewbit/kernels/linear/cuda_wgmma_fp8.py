@@ -99,7 +99,8 @@ def _linear(
 
         codes, scale, _ = quantized(flat, Rounding.of(activation), static, parsed.columns, False, producer)
         cut = cut_for(parsed, flat.shape[0], device_name(flat.device))
-        product = products.multiply(codes, weight, flags, bias, parsed, cut, scale)
+        with torch.cuda.device(flat.device):  # the driver launches where the current device is
+            product = products.multiply(codes, weight, flags, bias, parsed, cut, scale)
     else:
         made = flat if producer is None else producer(flat)
         numbers = dequantize(quantize_activations(made, QuantKey.parse(activation), static))
