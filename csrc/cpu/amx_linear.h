@@ -13,18 +13,12 @@ namespace {
 // From so many tokens on AMX pays off, from more where groups are short, whose sums have to leave the registers each time.
 constexpr int64_t kAmxTokens = 4;
 constexpr int64_t kAmxTokensTimesGroup = 512;
-// The same for a plain weight, whose rows have to be woven into panels; of so few columns that words of a block have
-// places in 32 bits.
-constexpr int64_t kAmxDenseTokens = 16;
-constexpr int64_t kAmxDenseColumns = 1 << 27;
 // Inputs that are in use at a time stay within this, most of a second-level cache of the CPUs that have AMX.
 constexpr int64_t kAmxInputBytes = 1280 * 1024;
-// The registers hold the sums of two blocks by two tiles of tokens.
+// Two blocks by two tiles of tokens keep the inputs of so many steps and their panels in the first-level cache.
 constexpr int kAmxBlocks = 2;
 constexpr int kAmxTiles = 2;
-// Panels of so many steps, and so many of them at a time, stay in the first-level cache beside two tiles' inputs.
 constexpr int64_t kAmxSteps = 8;
-constexpr int kAmxPanels = 2;
 
 // A step is what one instruction multiplies: up to 64 bytes of each token. All steps of a call have the same size, so
 // that the registers are configured once; the last of a group may be padded with zeros.
@@ -120,29 +114,26 @@ class AmxPanels {
 
   void multiply(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory) const {
     constexpr int64_t kPanel = kAmxSteps * kTileWords;
-    const int64_t pairs = (count + 1) / kAmxTiles, size = pairs * kAmxTiles * kAmxPanels * kTileWords;  // of all sums
-    uint32_t* panels = static_cast<uint32_t*>(scratch(Scratch::kPanel, (kAmxPanels * kPanel + 2 * size) * 4));
-    uint32_t* sums = panels + kAmxPanels * kPanel;
+    const int64_t size = (count + 1) / kAmxTiles * kAmxTiles * kAmxBlocks * kTileWords;  // of all tiles' sums
+    uint32_t* panels =
+        static_cast<uint32_t*>(scratch(Scratch::kPanel, (kAmxBlocks * kPanel + 2 * size) * 4));
+    uint32_t* sums = panels + kAmxBlocks * kPanel;
     float* totals = reinterpret_cast<float*>(sums + size);
     Registers::configure(steps_.shapes((tiles.tokens + tiles.count - 1) / tiles.count));
-    for (int64_t begin = blocks.begin; begin < blocks.end; begin += kAmxPanels) {
-      const Range some{begin, begin + kAmxPanels < blocks.end ? begin + kAmxPanels : blocks.end};
+    for (int64_t begin = blocks.begin; begin < blocks.end; begin += kAmxBlocks) {
+      const Range some{begin, begin + kAmxBlocks < blocks.end ? begin + kAmxBlocks : blocks.end};
       for (Range steps = steps_.stretch(0); steps.begin < steps_.count; steps = steps_.stretch(steps.end)) {
-        const uint32_t* ready[kAmxPanels] = {};
-        AmxAhead ahead[kAmxPanels / kAmxBlocks];
-        for (int64_t i = 0; i < some.end - begin; ++i) {
-          ready[i] = panel_of(begin + i, steps, panels + i * kPanel);
-          if (i % kAmxBlocks == 0) ahead[i / kAmxBlocks] = after(begin + i, blocks.end, steps, pairs);
+        const uint32_t* ready[kAmxBlocks] = {};
+        for (int64_t block = some.begin; block < some.end; ++block) {
+          ready[block - begin] = panel_of(block, steps, panels + (block - begin) * kPanel);
         }
+        AmxAhead ahead = after(some, blocks.end, steps, (count + 1) / kAmxTiles);
         for (int64_t tile = 0; tile < count; tile += kAmxTiles) {
           const Range pair{tile, tile + kAmxTiles < count ? tile + kAmxTiles : count};
-          for (int64_t i = 0; begin + i < some.end; i += kAmxBlocks) {
-            const Range two{begin + i, begin + i + kAmxBlocks < some.end ? begin + i + kAmxBlocks : some.end};
-            const int64_t at = place_of(tile, i);
-            // Groups that end here need no sums afterwards: they share the first, which stay in the cache.
-            uint32_t* own = steps_.of_group <= kAmxSteps ? sums : sums + at;
-            sum_tiles(two, steps, tiles, first, pair, memory, ready + i, own, totals + at, ahead[i / kAmxBlocks]);
-          }
+          const int64_t at = tile * kAmxBlocks * kTileWords;
+          // Groups that end here need no sums afterwards: they share those of the first tiles, which stay in the cache.
+          uint32_t* own = steps_.of_group <= kAmxSteps ? sums : sums + at;
+          sum_tiles(some, steps, tiles, first, pair, memory, ready, own, totals + at, ahead);
         }
       }
       write(some, tiles, first, count, memory, totals);
@@ -151,9 +142,10 @@ class AmxPanels {
   }
 
  protected:
-  // Where the sums of groups and the tokens' scales start.
-  int64_t sums_at() const { return steps_.count * steps_.tile_bytes(); }
-  int64_t scales_at() const { return bytes() - kTileRows * 4; }
+  int32_t* input_sums(char* inputs) const {
+    return reinterpret_cast<int32_t*>(inputs + steps_.count * steps_.tile_bytes());
+  }
+  float* scales(char* inputs) const { return reinterpret_cast<float*>(inputs + bytes()) - kTileRows; }
 
   // A token's inputs, in the order of the weight's slots, into the tile.
   void place_token(const void* slots, int64_t token, char* inputs) const {
@@ -174,17 +166,11 @@ class AmxPanels {
   const AmxSteps steps_;
 
  private:
-  // Where sums of a tile and the block of that index start: those of two by two lie together.
-  static int64_t place_of(int64_t tile, int64_t block) {
-    const int64_t both = tile / kAmxTiles * (kAmxPanels / kAmxBlocks) + block / kAmxBlocks;
-    return ((both * kAmxTiles + tile % kAmxTiles) * kAmxBlocks + block % kAmxBlocks) * kTileWords;
-  }
-
   // The block's panel of the steps: its words as they lie, or decoded into the memory.
   const uint32_t* panel_of(int64_t block, Range steps, uint32_t* memory) const {
     const Weight& weight = job_.weight;
     const bool padded = weight.group_slots * Codes::kInputBytes != steps_.of_group * steps_.bytes;
-    if (Codes::kIsPanel && !padded) {
+    if (Codes::kWordRows == 1 && !padded) {
       return words_of<Codes::kSlots>(weight, block, 0, steps.begin * steps_.rows());
     }
     uint32_t* to = memory;
@@ -203,16 +189,16 @@ class AmxPanels {
     return memory;
   }
 
-  // What comes after these steps of the block and the next one, to be asked for while `pairs` of tiles are multiplied.
-  AmxAhead after(int64_t block, int64_t end, Range steps, int64_t pairs) const {
+  // What comes after these steps of these blocks, to be asked for while `pairs` of tiles are multiplied.
+  AmxAhead after(Range blocks, int64_t end, Range steps, int64_t pairs) const {
     const bool same = steps.end < steps_.count;
-    const int64_t step = same ? steps.end : 0, first = same ? block : block + kAmxPanels;
+    const int64_t step = same ? steps.end : 0, shift = same ? 0 : kAmxBlocks;
     AmxAhead ahead{};
-    if (!Codes::kScaled || first >= end) return ahead;  // a plain weight's rows are far apart
+    if (blocks.begin + shift >= end) return ahead;
     for (int i = 0; i < kAmxBlocks; ++i) {
       const int64_t row = step % steps_.of_group * steps_.rows();
-      ahead.next[i] = reinterpret_cast<const char*>(
-          words_of<Codes::kSlots>(job_.weight, first + i, step / steps_.of_group, row / Codes::kWordRows));
+      ahead.next[i] = reinterpret_cast<const char*>(words_of<Codes::kSlots>(
+          job_.weight, blocks.begin + shift + i, step / steps_.of_group, row / Codes::kWordRows));
     }
     ahead.lines = (steps_.rows() + Codes::kWordRows * pairs - 1) / (Codes::kWordRows * pairs);
     return ahead;
@@ -224,14 +210,10 @@ class AmxPanels {
     for (int64_t step = steps.begin; step < steps.end;) {
       const int64_t group = step / steps_.of_group, group_end = (group + 1) * steps_.of_group;
       const int64_t end = steps.end < group_end ? steps.end : group_end;
-      const char* inputs[kAmxTiles] = {};
-      const uint32_t* rows[kAmxBlocks] = {};
-      for (int64_t i = 0; i < pair.end - pair.begin; ++i) {
-        inputs[i] = memory + (pair.begin + i) * bytes() + step * steps_.tile_bytes();
-      }
-      for (int64_t i = 0; i < blocks.end - blocks.begin; ++i) {
-        rows[i] = panels[i] + (step - steps.begin) * steps_.rows() * kBlockRows;
-      }
+      const char* inputs[kAmxTiles];
+      const uint32_t* rows[kAmxBlocks];
+      for (int i = 0; i < kAmxTiles; ++i) inputs[i] = memory + (pair.begin + i) * bytes() + step * steps_.tile_bytes();
+      for (int i = 0; i < kAmxBlocks; ++i) rows[i] = panels[i] + (step - steps.begin) * steps_.rows() * kBlockRows;
       with_width<kAmxTiles>(static_cast<int>(pair.end - pair.begin), [&](auto width) {
         with_width<kAmxBlocks>(static_cast<int>(blocks.end - blocks.begin), [&](auto height) {
           amx_product<Registers, Codes, decltype(width)::value, decltype(height)::value>(
@@ -251,11 +233,7 @@ class AmxPanels {
 
   void add_scaled(int64_t block, int64_t group, int width, const char* inputs, const uint32_t* sums,
                   float* totals) const {
-    if constexpr (!Codes::kScaled) {
-      std::memcpy(totals, sums, static_cast<size_t>(width * kBlockRows) * 4);
-      return;
-    }
-    const int32_t* shifts = reinterpret_cast<const int32_t*>(inputs + sums_at()) + group * kTileRows;
+    const int32_t* shifts = input_sums(const_cast<char*>(inputs)) + group * kTileRows;
     unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
       const auto scale = scales_of<Vector>(job_.weight, block, group, part);
       const auto zero = zeros_of<Vector>(job_.weight, block, group, part);
@@ -281,11 +259,12 @@ class AmxPanels {
   void write(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory,
              const float* totals) const {
     for (int64_t tile = 0; tile < count; ++tile) {
-      const float* own_scales = reinterpret_cast<const float*>(memory + tile * bytes() + scales_at());
+      const float* own_scales = scales(const_cast<char*>(memory + tile * bytes()));
+      const float* own = totals + tile * kAmxBlocks * kTileWords;
       for (int token = 0; token < tiles.width(first + tile); ++token) {
         for (int64_t block = blocks.begin; block < blocks.end; ++block) {
           write_out<Vector>(job_, block, tiles.first(first + tile) + token, 1,
-                            totals + place_of(tile, block - blocks.begin) + token * kBlockRows,
+                            own + (block - blocks.begin) * kTileWords + token * kBlockRows,
                             Codes::kInputBytes == 2 ? nullptr : own_scales + token);
         }
       }
@@ -309,19 +288,17 @@ class AmxIntegers : public AmxPanels<Vector, Registers, Codes> {
     int8_t* codes = reinterpret_cast<int8_t*>(row + size);
     int8_t* slots = has_padding(weight) ? codes + size : codes;
     char* inputs = memory + index * Base::bytes();
-    [[maybe_unused]] int32_t* sums = reinterpret_cast<int32_t*>(inputs + Base::sums_at());
-    float* scales = reinterpret_cast<float*>(inputs + Base::scales_at());
     for (int token = 0; token < tiles.width(tile); ++token) {
       row_to_floats<Vector>(token_row(Base::job_, tiles.first(tile) + token), Base::job_.dtype, weight.columns, row);
       const float scale = common_ > 0 ? common_ : scale_for(largest_of<Vector>(row, weight.columns), rounding_);
-      scales[token] = scale;
+      Base::scales(inputs)[token] = scale;
       round_to_bytes<Vector>(row, weight.columns, scale, rounding_, codes);
       if (slots != codes) place_slots(weight, codes, slots);
       if constexpr (Codes::kShiftsSums) {
         for (int64_t group = 0; group < weight.groups; ++group) {
           int32_t sum = 0;
           for (int64_t i = 0; i < weight.group_slots; ++i) sum += slots[group * weight.group_slots + i];
-          sums[group * kTileRows + token] = sum;
+          Base::input_sums(inputs)[group * kTileRows + token] = sum;
         }
       }
       Codes::order(slots, weight.slots());
@@ -365,20 +342,6 @@ void amx_linear(const Job& job, Team& team, Range blocks) {
     using Codes = AmxBf16<Vector, decltype(fields)>;
     run(AmxFloats<Vector, Registers, Codes>(job), job.tokens, team, blocks);
   });
-}
-
-// Whether amx_dense can compute it and is worth it.
-inline bool takes_amx_dense(const Job& job) {
-  return job.tokens >= kAmxDenseTokens && job.dtype == Dtype::kBf16 && job.weight.columns % 2 == 0 &&
-         job.weight.columns < kAmxDenseColumns;
-}
-
-template <class Vector, class Registers>
-void amx_dense(const Job& job, Team& team, Range blocks) {
-  Job one_group = job;
-  one_group.weight.groups = 1;
-  one_group.weight.group_slots = one_group.weight.group_features = job.weight.columns;
-  run(AmxFloats<Vector, Registers, AmxDense<Vector>>(one_group), job.tokens, team, blocks);
 }
 
 template <class Vector, class Registers>

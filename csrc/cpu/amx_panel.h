@@ -3,8 +3,6 @@
 //
 // Each kind of codes has kInputBytes of an input slot, kSlots of them to a word of codes, which is kWordRows of a panel,
 // decode(weight, block, group, words, panel) for a stretch of the group's words, and add<Tiles, sums, inputs, weights>().
-// kIsPanel: a block's words need no decoding. kShiftsSums: zero points are subtracted from the sums. kScaled: groups have
-// scales.
 #pragma once
 
 #include "panel.h"
@@ -21,7 +19,7 @@ const uint32_t* words_of(const Weight& weight, int64_t block, int64_t group, int
 template <class Vector>
 struct AmxBytes {
   static constexpr int kInputBytes = 1, kSlots = 4, kWordRows = 1;
-  static constexpr bool kIsPanel = true, kShiftsSums = true, kScaled = true;
+  static constexpr bool kShiftsSums = true;
 
   explicit AmxBytes(const Weight&) {}
 
@@ -42,7 +40,7 @@ struct AmxBytes {
 template <class Vector>
 struct AmxNibbles {
   static constexpr int kInputBytes = 1, kSlots = 8, kWordRows = 2;
-  static constexpr bool kIsPanel = false, kShiftsSums = false, kScaled = true;
+  static constexpr bool kShiftsSums = false;
 
   explicit AmxNibbles(const Weight&) {}
 
@@ -84,7 +82,7 @@ struct AmxNibbles {
 template <class Vector, class Fields>
 struct AmxBf16 {
   static constexpr int kInputBytes = 2, kSlots = Fields::kSlots, kWordRows = kSlots / 2;
-  static constexpr bool kIsPanel = false, kShiftsSums = false, kScaled = true;
+  static constexpr bool kShiftsSums = false;
   static constexpr int kBits = 32 / kSlots;
   static constexpr bool kLooksUp = kBits <= 4;
 
@@ -151,42 +149,6 @@ struct AmxBf16 {
         Vector::store_words(to + row * kBlockRows, Vector::look_up_halves(table, index_of(pair)));
       });
     }
-  }
-};
-
-// A plain weight [N, K] of bf16, K even, as one group of K slots without a scale. A pair is a word of a row.
-template <class Vector>
-struct AmxDense {
-  static constexpr int kInputBytes = 2, kSlots = 2, kWordRows = 1;
-  static constexpr bool kIsPanel = false, kShiftsSums = false, kScaled = false;
-
-  explicit AmxDense(const Weight&) {}
-
-  void decode(const Weight& weight, int64_t block, int64_t, Range words, uint32_t* panel) const {
-    const int64_t row_words = weight.columns / 2, first = block * kBlockRows;
-    const int64_t rows = weight.rows - first < kBlockRows ? weight.rows - first : kBlockRows;
-    const uint32_t* from = weight.words + first * row_words;
-    for (int64_t row = 0; row < rows; ++row) {  // what follows these words: so many rows are too many for the hardware
-      const uint32_t* next = from + row * row_words + words.end;
-      for (int64_t i = words.begin; i < words.end; i += 16) __builtin_prefetch(next + i - words.begin, 0, 2);
-    }
-    unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
-      int32_t places[Vector::kLanes];  // of the rows' words; rows that are not there repeat the last, and are not written
-      for (int lane = 0; lane < Vector::kLanes; ++lane) {
-        const int64_t row = part * Vector::kLanes + lane;
-        places[lane] = static_cast<int32_t>((row < rows ? row : rows - 1) * row_words);
-      }
-      const auto each = Vector::load(places);
-      uint32_t* to = panel + part * Vector::kLanes;
-      for (int64_t i = words.begin; i < words.end; ++i, to += kBlockRows) {
-        Vector::store_words(to, Vector::gather(from + i, each));
-      }
-    });
-  }
-
-  template <class Tiles, int sums, int inputs, int weights>
-  static FEWBIT_INLINE void add() {
-    Tiles::template add_bf16<sums, inputs, weights>();
   }
 };
 

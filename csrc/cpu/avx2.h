@@ -82,10 +82,6 @@ struct Avx2 {
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm256_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm256_add_epi16(a, b); }
   static Words subtract_halves(Words a, Words b) { return _mm256_sub_epi16(a, b); }
-  // Words of 32 bits that lie `places` words from there.
-  static Words gather(const uint32_t* from, Words places) {
-    return _mm256_i32gather_epi32(reinterpret_cast<const int*>(from), places, 4);
-  }
   static Words subtract_bytes(Words a, Words b) { return _mm256_sub_epi8(a, b); }
   // The low half of each word of `a`, the high one of `b`.
   static Words join_halves(Words a, Words b) { return _mm256_blend_epi16(a, b, 0xaa); }

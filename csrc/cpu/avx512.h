@@ -70,7 +70,6 @@ struct Avx512 {
   static Words byte_pair_products(Words bytes, Words signed_bytes) { return _mm512_maddubs_epi16(bytes, signed_bytes); }
   static Words add_halves(Words a, Words b) { return _mm512_add_epi16(a, b); }
   static Words subtract_halves(Words a, Words b) { return _mm512_sub_epi16(a, b); }
-  static Words gather(const uint32_t* from, Words places) { return _mm512_i32gather_epi32(places, from, 4); }
   static Words subtract_bytes(Words a, Words b) { return _mm512_sub_epi8(a, b); }
   static Words join_halves(Words a, Words b) { return _mm512_mask_blend_epi16(0xaaaaaaaa, a, b); }
   static Words look_up_halves(const uint16_t* table, Words halves) {

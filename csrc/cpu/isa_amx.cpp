@@ -19,10 +19,6 @@ void integer_linear_amx(const Job& job, const Rounding& rounding, Team& team, Ra
   integer_linear_avx512_vnni(job, rounding, team, blocks);
 }
 
-void dense_amx(const Job& job, Team& team, Range blocks) {
-  takes_amx_dense(job) ? amx_dense<Avx512, Amx>(job, team, blocks) : dense_avx512(job, team, blocks);
-}
-
-extern const Kernels kAmxKernels{linear_amx, integer_linear_amx, dense_amx, decode_avx512, experts_avx512};
+extern const Kernels kAmxKernels{linear_amx, integer_linear_amx, dense_avx512, decode_avx512, experts_avx512};
 
 }  // namespace fewbit

@@ -32,11 +32,7 @@ void integer_linear_amx_emulated(const Job& job, const Rounding& rounding, Team&
   integer_linear<Avx2>(job, rounding, team, blocks);
 }
 
-void dense_amx_emulated(const Job& job, Team& team, Range blocks) {
-  takes_amx_dense(job) ? amx_dense<Avx2Emulating, AmxEmulated>(job, team, blocks) : dense_avx2(job, team, blocks);
-}
-
-extern const Kernels kAmxEmulatedKernels{linear_amx_emulated, integer_linear_amx_emulated, dense_amx_emulated, decode_avx2,
+extern const Kernels kAmxEmulatedKernels{linear_amx_emulated, integer_linear_amx_emulated, dense_avx2, decode_avx2,
                                          experts_avx2};
 
 }  // namespace fewbit
