@@ -24,7 +24,7 @@ constexpr int kAmxBlocks = 2;
 constexpr int kAmxTiles = 2;
 // Panels of so many steps, and so many of them at a time, stay in the first-level cache beside two tiles' inputs.
 constexpr int64_t kAmxSteps = 8;
-constexpr int kAmxPanels = 4;
+constexpr int kAmxPanels = 2;
 
 // A step is what one instruction multiplies: up to 64 bytes of each token. All steps of a call have the same size, so
 // that the registers are configured once; the last of a group may be padded with zeros.
@@ -151,10 +151,9 @@ class AmxPanels {
   }
 
  protected:
-  int32_t* input_sums(char* inputs) const {
-    return reinterpret_cast<int32_t*>(inputs + steps_.count * steps_.tile_bytes());
-  }
-  float* scales(char* inputs) const { return reinterpret_cast<float*>(inputs + bytes()) - kTileRows; }
+  // Where the sums of groups and the tokens' scales start.
+  int64_t sums_at() const { return steps_.count * steps_.tile_bytes(); }
+  int64_t scales_at() const { return bytes() - kTileRows * 4; }
 
   // A token's inputs, in the order of the weight's slots, into the tile.
   void place_token(const void* slots, int64_t token, char* inputs) const {
@@ -256,7 +255,7 @@ class AmxPanels {
       std::memcpy(totals, sums, static_cast<size_t>(width * kBlockRows) * 4);
       return;
     }
-    const int32_t* shifts = input_sums(const_cast<char*>(inputs)) + group * kTileRows;
+    const int32_t* shifts = reinterpret_cast<const int32_t*>(inputs + sums_at()) + group * kTileRows;
     unroll<kParts<Vector>>([&](auto part) FEWBIT_LAMBDA {
       const auto scale = scales_of<Vector>(job_.weight, block, group, part);
       const auto zero = zeros_of<Vector>(job_.weight, block, group, part);
@@ -282,7 +281,7 @@ class AmxPanels {
   void write(Range blocks, const Tiles& tiles, int64_t first, int64_t count, const char* memory,
              const float* totals) const {
     for (int64_t tile = 0; tile < count; ++tile) {
-      const float* own_scales = scales(const_cast<char*>(memory + tile * bytes()));
+      const float* own_scales = reinterpret_cast<const float*>(memory + tile * bytes() + scales_at());
       for (int token = 0; token < tiles.width(first + tile); ++token) {
         for (int64_t block = blocks.begin; block < blocks.end; ++block) {
           write_out<Vector>(job_, block, tiles.first(first + tile) + token, 1,
@@ -310,17 +309,19 @@ class AmxIntegers : public AmxPanels<Vector, Registers, Codes> {
     int8_t* codes = reinterpret_cast<int8_t*>(row + size);
     int8_t* slots = has_padding(weight) ? codes + size : codes;
     char* inputs = memory + index * Base::bytes();
+    [[maybe_unused]] int32_t* sums = reinterpret_cast<int32_t*>(inputs + Base::sums_at());
+    float* scales = reinterpret_cast<float*>(inputs + Base::scales_at());
     for (int token = 0; token < tiles.width(tile); ++token) {
       row_to_floats<Vector>(token_row(Base::job_, tiles.first(tile) + token), Base::job_.dtype, weight.columns, row);
       const float scale = common_ > 0 ? common_ : scale_for(largest_of<Vector>(row, weight.columns), rounding_);
-      Base::scales(inputs)[token] = scale;
+      scales[token] = scale;
       round_to_bytes<Vector>(row, weight.columns, scale, rounding_, codes);
       if (slots != codes) place_slots(weight, codes, slots);
       if constexpr (Codes::kShiftsSums) {
         for (int64_t group = 0; group < weight.groups; ++group) {
           int32_t sum = 0;
           for (int64_t i = 0; i < weight.group_slots; ++i) sum += slots[group * weight.group_slots + i];
-          Base::input_sums(inputs)[group * kTileRows + token] = sum;
+          sums[group * kTileRows + token] = sum;
         }
       }
       Codes::order(slots, weight.slots());

@@ -37,17 +37,18 @@ _FAST = Means("round_to_nearest")
 _NARROW = {"balanced": Means("gptq", settings={"asymmetric": 0.25}), "best": Means("sign_round")}
 _FLOATS = {"balanced": Means("gptq"), "best": Means("gptq")}
 _INTEGERS = {"balanced": Means("round_to_nearest"), "best": Means("gptq")}
-_SMOOTHED = dict.fromkeys(
-    ("balanced", "best"), Means("gptq", ("rotation", "smoothquant"), optional=frozenset({"rotation"}))
-)
+_SMOOTHED = {
+    "balanced": Means("gptq", ("smoothquant",)),
+    "best": Means("gptq", ("rotation", "smoothquant"), optional=frozenset({"rotation"})),
+}
 
 
 def means_for(effort: str, scheme: Scheme) -> Means:
     """What `effort` means for `scheme`.
 
     Weights of 8-bit integers leave little to win, and `balanced` reads no data for them unless activations are 8-bit
-    integers too: there outliers are what costs; rotation spreads them, and SmoothQuant moves what is left into the
-    weights. A model that cannot be rotated does without.
+    integers too: there outliers are what costs, and SmoothQuant moves them into the weights. `best` spreads them by a
+    rotation first, which gives a tied head a weight of its own; a model that cannot be rotated does without.
 
     Raises:
         SchemeError: the effort is unknown.

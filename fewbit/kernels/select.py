@@ -21,8 +21,8 @@ from fewbit.spec.hardware import Hardware
 
 K = TypeVar("K", bound=Kernel)
 
-DEFAULT_MIX: Mapping[int, float] = {1: 1.0, 4096: 0.01}
-"""One row at a time, and a prompt of four thousand for every hundred of these."""
+DEFAULT_MIX: Mapping[int, float] = {1: 1.0, 64: 1.0, 256: 0.1, 4096: 0.01}
+"""Steps of one sequence and of a batch of 64 alike; to ten of each a prompt of 256 rows, to a hundred one of 4,096."""
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ def test_weights_decoded_first_give_the_same(name: str, monkeypatch: pytest.Monk
 
 
 @needs_triton
-@pytest.mark.parametrize("columns", [64, 192, 384])
-def test_fp4_folds_scales_of_one_or_two_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [64, 384, 512])
+def test_fp4_folds_scales_of_one_two_or_four_groups_to_a_run(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "plan_for", lambda *_: Plan(64, 16, 4, 3, 3))
     run(layer(KEYS["MXFP4 AF8"], 80, columns), "MXFP4 AF8", "bf16", (3, 17))
 

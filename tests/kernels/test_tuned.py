@@ -90,7 +90,7 @@ def test_what_one_layout_costs_is_told_against_the_fastest_kernel_at_each_m() ->
         {**layer, "M": 4096, "us": {"triton_fp8": 150.0, "triton_tiles_quantized": 180.0, "triton_tiles": 170.0}},
     )
     table = Table(H200.model, "", {}, costs)
-    (cost,) = layout_costs(table, H200)
+    (cost,) = layout_costs(table, H200, {1: 1, 4096: 0.01})
     assert cost.request == LinearRequest(key, 4096, 4096)
     assert cost.at == {1: (6.0, "triton_tiles_quantized", 6.0), 4096: (180.0, "triton_fp8", 150.0)}
     assert str(cost).endswith("triton_tiles_quantized; a free choice saves 20% at 4096 rows (triton_fp8)")

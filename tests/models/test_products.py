@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from fewbit.algorithms.gptq import Gptq
 from fewbit.algorithms.statistics import InputStatistics
@@ -28,8 +29,10 @@ def on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize(("name", "rounds"), [("x86-amx", True), ("x86-avx512-vnni", False), ("x86-avx2", False)])
 def test_cpus_with_matrix_units_alone_round(monkeypatch: pytest.MonkeyPatch, name: str, rounds: bool) -> None:
     on(monkeypatch, name)
-    before = SETTING.fp32_precision
-    assert products.rounds_products(CPU) is rounds and not products.rounds_products(torch.device("cuda"))
+    before, config = SETTING.fp32_precision, LlamaConfig(dtype="bfloat16")
+    assert products.calibration_dtype(config, CPU) == (torch.bfloat16 if rounds else torch.float32)
+    assert products.calibration_dtype(config, torch.device("cuda")) == torch.bfloat16
+    assert products.has_matrix_units(CPU) is rounds and not products.has_matrix_units(torch.device("cuda"))
     with pytest.raises(KeyError), products.calibration_products(CPU):
         assert SETTING.fp32_precision == ("bf16" if rounds else before)
         raise KeyError

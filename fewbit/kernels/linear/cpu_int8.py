@@ -1,8 +1,9 @@
 """Integer weights under integer activations on x86, W8A8 and W4A8: fewbit's compiled kernels (`csrc/cpu`).
 
 Activations are rounded inside the call, by the definition's own steps. Products are summed exactly in 32 bits: with
-VNNI four bytes to an instruction; without it bytes as pairs of 16 bits and nibbles as pairs of bytes, neither of which
-can saturate. Each group's sum is then scaled in float32. Weights of at most 4 bits take 4, wider ones 8.
+AMX or VNNI four bytes to a sum at a time; without them bytes as pairs of 16 bits and nibbles as pairs of bytes,
+neither of which can saturate. Each group's sum is then scaled in float32. Weights of at most 4 bits take 4, wider
+ones 8.
 """
 
 from __future__ import annotations

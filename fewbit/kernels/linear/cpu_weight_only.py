@@ -3,7 +3,8 @@
 Codes become float32 in registers, products are summed in float32, and the result is rounded once, so the numbers are
 the definition's up to the order of the sum. Integers with and without zero points or minima, E2M1, E2M3, E3M2 and the
 FP8 elements, scales of any granularity, act-order, any N and K, inputs of bf16, f16 and f32. Activation keys are
-dropped.
+dropped. With AMX codes under bf16 inputs are multiplied as bf16, which holds them exactly, and each group's sum is
+scaled in float32; inputs below the normal numbers count as zero there.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import Tensor
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
-from fewbit.kernels.linear.weight_tiles import TILE_ROWS, group_of
+from fewbit.kernels.linear.weight_tiles import group_of
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 
@@ -35,8 +35,6 @@ BLOCKS_APART = 4
 FOLDED_GROUP = 32
 FOLDED_RANGE = 11
 """E2M1 times a power of two from 1 down to 2**-11 is a normal number of E4M3 with room for six above."""
-FOLDED_RUN = 64
-"""Two scales for either run of a unit: one word of offsets."""
 FOLDED_TOP = 6
 """The exponent of a row's largest scale in its codes: six times it is below E4M3's largest number."""
 EXACT_INTEGERS = 16
@@ -59,8 +57,7 @@ class ProductLayout:
         block_rows: output features under one scale.
         folds: whether weights decoded to E4M3 hold their scales of groups: powers of two, none further than 2**-11 from
             the row's largest, which is in `row_scale`. `scale` is int32 then, a byte a group: what decoding takes from
-            the exponents of a group's codes, eight times as much; [units, N]. Bytes lie in tiles, see
-            `_tiles`.
+            the exponents of a group's codes, eight times as much; [units or twice as many, N].
     """
 
     operand: str
@@ -91,7 +88,7 @@ class ProductLayout:
     def step(self) -> int:
         """Input features that are summed before a scale may change."""
         if self.folds:
-            return FOLDED_RUN
+            return LONGEST_UNIT
         return min(self.group or LONGEST_UNIT, self.x_group or LONGEST_UNIT, LONGEST_UNIT)
 
     @property
@@ -122,9 +119,13 @@ class ProductLayout:
         groups = -(-self.columns // self.group) if self.group else 0
         size = 4 if self.scale_dtype == "f32" else 2
         blocks = self.rows // BLOCK * groups * 4 if self.in_blocks else 0
-        scales = self.units * 4 if self.folds else groups * size
-        held = -(-self.rows // TILE_ROWS) * TILE_ROWS if self.folds else self.rows
-        return held * self.units * self.run + self.rows * (scales + 4) + blocks
+        scales = self.units * self.offset_words * 4 if self.folds else groups * size
+        return self.rows * (self.units * self.run + scales + 4) + blocks
+
+    @property
+    def offset_words(self) -> int:
+        """Of a unit, where scales are folded."""
+        return -(-self.unit // (4 * FOLDED_GROUP))
 
     @property
     def is_described(self) -> bool:
@@ -223,12 +224,12 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
 
 
 def _offsets(scale: Tensor, layout: ProductLayout) -> Tensor:
-    """int32 words [units, N] of scales [groups, N] from 1 down: a byte for each group of a unit."""
+    """int32 words [units * offset_words, N] of scales [groups, N] from 1 down: a byte for each group of a unit."""
     steps = -torch.log2(scale).round().to(torch.int32).clamp(max=FOLDED_RANGE) * 8
     a_unit = layout.unit // FOLDED_GROUP
     missing = layout.units * a_unit - steps.shape[0]
     padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).view(layout.units, a_unit, layout.rows)
-    padded = torch.nn.functional.pad(padded, (0, 0, 0, 4 - a_unit))
+    padded = torch.nn.functional.pad(padded, (0, 0, 0, -a_unit % 4)).view(-1, 4, layout.rows)
     return padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16 | padded[:, 3] << 24
 
 
@@ -272,16 +273,9 @@ def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:
     fields = integers_in_range(plain) & 15 if layout.kind == "integer" else codes.int()
     padded = torch.nn.functional.pad(fields, (0, missing)).view(layout.rows, layout.units, 2, layout.run)
     if layout.operand == "e4m3":
-        rows = _words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
-        return _tiles(rows) if layout.folds else rows
+        return _words(padded).view(torch.int8).reshape(layout.rows, -1).contiguous()
     pairs = padded[:, :, 0] | padded[:, :, 1] << 4
     return pairs.to(torch.uint8).view(torch.int8).reshape(layout.rows, -1).contiguous()
-
-
-def _tiles(rows: Tensor) -> Tensor:
-    """Bytes [N, C] as [N / 64, C / 32, 64, 32], so that 64 rows of what a scale covers lie together."""
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
-    return padded.view(-1, TILE_ROWS, rows.shape[1] // FOLDED_GROUP, FOLDED_GROUP).transpose(1, 2).contiguous()
 
 
 def _words(fields: Tensor) -> Tensor:
@@ -317,8 +311,6 @@ def product_numbers(tensors: dict[str, Tensor], layout: ProductLayout) -> Tensor
     weight = tensors["weight"]
     if layout.kind != "codes":
         if layout.operand == "e4m3":
-            if layout.folds:
-                weight = weight.transpose(1, 2).reshape(-1, layout.units * layout.run)[: layout.rows].contiguous()
             codes = _fields(weight.view(torch.int32).view(layout.rows, layout.units, -1)).reshape(layout.rows, -1)
         else:
             fields = weight.view(torch.uint8).int().view(layout.rows, layout.units, 1, layout.run)

@@ -3,7 +3,8 @@
 A number of a tile is a code times what its row counts in, and times the scale of its group where the scale stays
 outside. Integers of magnitude up to 16 are codes as they are. E2M1 under E8M0 takes the scales of groups in: E4M3 holds
 it times powers of two down to 2**-11 of the row's largest, which is brought to 2**6; a weight with a row whose scales
-lie further apart is not decoded to codes.
+lie further apart is not decoded to codes. Other weights that E4M3 holds, with zero points or scales of rows, are not
+taken: they have not run on a device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fewbit.kernels.activation.rounding import covers_rows
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.product_layout import EXACT_INTEGERS, FOLDED_RANGE, FOLDED_TOP, ProductLayout
+from fewbit.kernels.linear.product_layout import BLOCK, EXACT_INTEGERS, FOLDED_RANGE, FOLDED_TOP, ProductLayout
 from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import TileLayout, of_groups, stored_fields
 from fewbit.spec.element import E4M3, Element
@@ -41,11 +42,9 @@ def with_codes(layout: TileLayout, request: LinearRequest) -> TileLayout:
 
 def _holds(layout: TileLayout, element: Element) -> bool:
     if layout.kind == "integer":
-        low, high = int(element.min), int(element.max)
-        return (high - low if layout.has_zero else max(-low, high)) <= EXACT_INTEGERS
-    if layout.kind == "e2m1":
-        return layout.scale_kind == "e8m0" and layout.scales_operands(torch.bfloat16)
-    return layout.kind == "e4m3" and not layout.group
+        largest = max(-int(element.min), int(element.max))
+        return layout.group == BLOCK and not layout.has_zero and largest <= EXACT_INTEGERS
+    return layout.kind == "e2m1" and layout.scale_kind == "e8m0" and layout.scales_operands(torch.bfloat16)
 
 
 def code_scales(tensors: dict[str, Tensor], layout: TileLayout) -> Tensor | None:

@@ -19,7 +19,6 @@ from fewbit.kernels.programs.device import INTERPRETED, chains
 from fewbit.spec.element import F32
 
 GROUPED_BLOCK = 1024
-FEW_ROWS = 64
 _CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 
@@ -66,14 +65,9 @@ def quantized(
         PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
         DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
-        CHAINED=chained, FUSED=not INTERPRETED, num_warps=_warps(block, tokens), **constants,
+        CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
     )  # fmt: skip
     return codes, scales, zero
-
-
-def _warps(block: int, tokens: int) -> int:
-    """Of a program: more where rows are so few that each has multiprocessors to itself."""
-    return min(32 if tokens <= FEW_ROWS else 16, max(1, block // 512))
 
 
 @triton.jit

@@ -40,20 +40,20 @@ def integer_assembly(operand: str) -> str:
 
 @triton.constexpr_function
 def e2m1_assembly(first: int, second: int) -> str:
-    """The same of E2M1, with offsets in bytes `first` and `second` of $3.
+    """The same of E2M1, with offsets in byte `first` of $3 and byte `second` of $7.
 
     The tables hold 0, 32, 64, 96 and 128, 192, 256, 384 in E4M3; zero has no exponent to lower.
     """
 
-    def run(to: str, byte: int, signs: str) -> str:
+    def run(to: str, offsets: str, byte: int, signs: str) -> str:
         return (
-            f"prmt.b32 a, $3, 0, {0x1111 * byte:#x}; and.b32 b, a, 0xFFFFFF00; sub.u32 b, 0x6C686000, b;"
+            f"prmt.b32 a, {offsets}, 0, {0x1111 * byte:#x}; and.b32 b, a, 0xFFFFFF00; sub.u32 b, 0x6C686000, b;"
             f" sub.u32 a, 0x7C787470, a; prmt.b32 a, b, a, m; lop3.b32 {to}, {signs}, 0x80808080, a, 0xEA;"
         )
 
     return (
-        "{ .reg .b32 m, a, b, s; and.b32 m, $2, 0x77777777; " + run("$0", first, "$2")
-        + " shr.u32 m, m, 16; shl.b32 s, $2, 4; " + run("$1", second, "s") + " }"
+        "{ .reg .b32 m, a, b, s; and.b32 m, $2, 0x77777777; " + run("$0", "$3", first, "$2")
+        + " shr.u32 m, m, 16; shl.b32 s, $2, 4; " + run("$1", "$7", second, "s") + " }"
     )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def e2m1_assembly(first: int, second: int) -> str:
 def both_runs(words, KIND: tl.constexpr, OPERAND: tl.constexpr, PACKED: tl.constexpr):
     """int8 bytes of two codes to the operands of the first and of the second run, int8 of the same shape."""
     if KIND == "e2m1":
-        return e2m1_runs(words, tl.zeros_like(words).to(tl.int32), 0, 0, PACKED)
+        offsets = tl.zeros_like(words).to(tl.int32)
+        return e2m1_runs(words, offsets, offsets, 0, 0, PACKED)
     elif PACKED:
         return tl.inline_asm_elementwise(
             integer_assembly(OPERAND), "=r,=r,r", [words], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
@@ -76,20 +77,20 @@ def both_runs(words, KIND: tl.constexpr, OPERAND: tl.constexpr, PACKED: tl.const
 
 
 @triton.jit
-def e2m1_runs(words, offsets, FIRST: tl.constexpr, SECOND: tl.constexpr, PACKED: tl.constexpr):
+def e2m1_runs(words, first_offsets, second_offsets, FIRST: tl.constexpr, SECOND: tl.constexpr, PACKED: tl.constexpr):
     """int8 bytes of E2M1 codes in fours to operands of both runs, int8 of the same shape.
 
     Args:
-        offsets: int32 of the same shape; eight times what exponents of four codes are lowered by is in byte `FIRST` for
-            the first and in byte `SECOND` for the second run.
+        first_offsets, second_offsets: int32 of the same shape; eight times what exponents of four codes are lowered by
+            is in byte `FIRST` for the first and in byte `SECOND` for the second run.
     """
     if PACKED:
         return tl.inline_asm_elementwise(
-            e2m1_assembly(FIRST, SECOND), "=r,=r,r,r,r,r,r", [words, offsets], dtype=(tl.int8, tl.int8), is_pure=True,
-            pack=4,
+            e2m1_assembly(FIRST, SECOND), "=r,=r,r,r,r,r,r,r,r,r,r", [words, first_offsets, second_offsets],
+            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        return plain_run(words, offsets, 0, FIRST, "e2m1"), plain_run(words, offsets, 1, SECOND, "e2m1")
+        return plain_run(words, first_offsets, 0, FIRST, "e2m1"), plain_run(words, second_offsets, 1, SECOND, "e2m1")
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def multiply_codes(
 
     Args:
         x: codes [M, width]; with scales [groups, M] where `X_GROUP` is not 0, else as `X_SCALES` says.
-        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, tiles with offsets.
+        weight: bytes [N, stride], with scales [groups, N] where `GROUP` is not 0; where `FOLDS`, `scale` holds offsets.
         WHOLE: a chunk is the whole of one block.
         CHAINED: the launch may begin before the kernel before it ends, and the next one before this ends.
         AHEAD: lines of 128 bytes of each row that are fetched meanwhile: the kernel before makes x, not the weight.
@@ -63,11 +63,7 @@ def multiply_codes(
             block_n, block_m = block_of(begin // units, tiles_n, tiles_m)
             row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
             lines = tl.minimum((begin % units) * RUN + tl.arange(0, AHEAD) * 128, stride - 1)
-            if FOLDS:
-                at = (row // TILE).to(tl.int64) * (TILE * stride) + row % TILE * 128
-                fetch_ahead(weight + at[:, None] + lines[None, :] * TILE)
-            else:
-                fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
+            fetch_ahead(weight + row.to(tl.int64)[:, None] * stride + lines[None, :])
         gdc_wait()
     if WHOLE:
         block_n, block_m = block_of(program, tiles_n, tiles_m)
@@ -202,22 +198,42 @@ def sum_of_codes(
     return total.to(tl.float32)
 
 
-TILE = tl.constexpr(64)  # rows of a tile where FP4 holds its scales
-PART = tl.constexpr(32)  # bytes of a row in it, which a pair of scales covers
+@triton.jit
+def folded_part(
+    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Operands of 32 features of both runs of a unit, with the scales of their groups, int8 [BLOCK_N, 32] each."""
+    words = tl.load(bytes_at + PART * 32)
+    first = tl.broadcast_to(first_word[:, None], (BLOCK_N, 32))
+    second = tl.broadcast_to(second_word[:, None], (BLOCK_N, 32))
+    return e2m1_runs(words, first, second, PART, (PARTS + PART) % 4, PACKED)
 
 
 @triton.jit
-def folded_part(tile_at, word, INDEX: tl.constexpr, OTHER: tl.constexpr, PACKED: tl.constexpr):
-    """Operands of 32 features of both runs of a unit times their scales, int8 [BLOCK_N, 32] each.
+def two_folded_parts(
+    bytes_at, first_word, second_word, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The same of 64 features."""
+    lower, upper = folded_part(bytes_at, first_word, second_word, PART, PARTS, BLOCK_N, PACKED)
+    next_lower, next_upper = folded_part(bytes_at, first_word, second_word, PART + 1, PARTS, BLOCK_N, PACKED)
+    return beside(lower, next_lower), beside(upper, next_upper)
 
-    Args:
-        tile_at: where the unit's first part lies [BLOCK_N, 32].
-        word: int32 words of offsets [BLOCK_N].
-        INDEX, OTHER: the bytes of these that belong to the first and to the second run.
-    """
-    words = tl.load(tile_at + INDEX * (TILE * PART))
-    offsets = tl.broadcast_to(word[:, None], tile_at.shape)
-    return e2m1_runs(words, offsets, INDEX, OTHER, PACKED)
+
+@triton.jit
+def folded_runs(
+    bytes_at, first_word, second_word, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Operands of both runs of a unit, int8 [BLOCK_N, 32 * PARTS] each."""
+    if PARTS == 1:
+        return folded_part(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+    elif PARTS == 2:
+        return two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+    else:
+        lower, upper = two_folded_parts(bytes_at, first_word, second_word, 0, PARTS, BLOCK_N, PACKED)
+        next_lower, next_upper = two_folded_parts(bytes_at, first_word, second_word, 2, PARTS, BLOCK_N, PACKED)
+        return beside(lower, next_lower), beside(upper, next_upper)
 
 
 @triton.jit
@@ -227,22 +243,18 @@ def sum_of_folded(
 ):  # fmt: skip
     """Sums of one block over the units from `begin` to `end` where operands hold the scales of their groups of 32.
 
-    The tensor cores sum all of it, as torch's fast product of E4M3 does. A run is one part of a tile or two, see
-    `linear.product_layout`.
+    The tensor cores sum all of it, as torch's fast product of E4M3 does.
     """
+    PARTS: tl.constexpr = RUN // 32
+    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
     row = tl.minimum(n, N - 1)
-    tile_at = weight + (row // TILE).to(tl.int64)[:, None] * (TILE * stride) + (row % TILE)[:, None] * PART
-    tile_at += tl.arange(0, PART)[None, :]
+    bytes_at = weight + row.to(tl.int64)[:, None] * stride + tl.arange(0, 32)[None, :]
     x_at = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * width + tl.arange(0, RUN)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
-        word = tl.load(offsets + unit * N + row)
-        unit_at = tile_at + unit * (TILE * RUN)
-        lower, upper = folded_part(unit_at, word, 0, RUN // PART, PACKED)
-        if RUN > PART:
-            next_lower, next_upper = folded_part(unit_at, word, 1, 3, PACKED)
-            lower = beside(lower, next_lower)
-            upper = beside(upper, next_upper)
+        first_word = tl.load(offsets + unit * WORDS * N + row)
+        second_word = tl.load(offsets + (unit * WORDS + WORDS - 1) * N + row)
+        lower, upper = folded_runs(bytes_at + unit * RUN, first_word, second_word, PARTS, BLOCK_N, PACKED)
         total = tl.dot(lower.to(tl.float8e4nv, bitcast=True), tl.load(x_at + unit * 2 * RUN), total)
         total = tl.dot(upper.to(tl.float8e4nv, bitcast=True), tl.load(x_at + (unit * 2 + 1) * RUN), total)
     return total
@@ -253,28 +265,30 @@ def decode_nibbles(
     weight, scale, out, N, stride, units, KIND: tl.constexpr, OPERAND: tl.constexpr, RUN: tl.constexpr,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes, `stride` bytes a row, to 8-bit operands [N, 2 * stride].
+    """`UNITS` units of `ROWS` rows: pairs of 4-bit codes [N, stride] to 8-bit operands, bytes [N, 2 * stride].
 
     Args:
         FOLDS: operands hold the scales of groups as well, `scale` their offsets, see `ProductLayout.folds`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    PARTS: tl.constexpr = RUN // PART if FOLDS else 1
+    PARTS: tl.constexpr = RUN // 32 if FOLDS else 1
+    WORDS: tl.constexpr = (2 * PARTS + 3) // 4
     WIDE: tl.constexpr = RUN // PARTS
     of_units = (row < N)[:, None] & (unit < units)[None, :]
     inside = of_units[:, :, None] & (tl.arange(0, WIDE) < WIDE)[None, None, :]
     for part in tl.static_range(PARTS):
         place = tl.arange(0, WIDE)[None, None, :] + part * WIDE
-        if FOLDS:
-            tile = (row // TILE)[:, None, None] * (TILE * stride) + (row % TILE)[:, None, None] * PART
-            at = tile + (unit[None, :, None] * PARTS + part) * (TILE * PART) + tl.arange(0, WIDE)[None, None, :]
-        else:
-            at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
+        at = row[:, None, None] * stride + unit[None, :, None] * RUN + place
         words = tl.load(weight + at, mask=inside, other=0)
         if FOLDS:
-            word = tl.load(scale + unit[None, :] * N + row[:, None], mask=of_units, other=0)[:, :, None]
-            lower, upper = e2m1_runs(words, tl.broadcast_to(word, words.shape), part, PARTS + part, PACKED)
+            scale_at = scale + unit[None, :] * WORDS * N + row[:, None]
+            first = tl.load(scale_at, mask=of_units, other=0)[:, :, None]
+            second = tl.load(scale_at + (WORDS - 1) * N, mask=of_units, other=0)[:, :, None]
+            lower, upper = e2m1_runs(
+                words, tl.broadcast_to(first, words.shape), tl.broadcast_to(second, words.shape), part,
+                (PARTS + part) % 4, PACKED,
+            )  # fmt: skip
         else:
             lower, upper = both_runs(words, KIND, OPERAND, PACKED)
         to = out + row[:, None, None] * (2 * stride) + unit[None, :, None] * (2 * RUN) + place

@@ -26,12 +26,13 @@ from fewbit.models.families import blocks_of, joined_members
 from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
 from fewbit.models.load import Progress
-from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.names import build_on_meta, read_config
 from fewbit.models.quantization.block_stream import MOST_HELD, BlockStream, Output, widest_input, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.done_unit import DoneUnit, OneBehind
 from fewbit.models.quantization.outcome import LayerOutcome, outcome_of
 from fewbit.models.quantization.plan import Plan, stated_config
+from fewbit.models.quantization.products import calibration_dtype
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.row_shares import put_together
 from fewbit.models.quantization.solver import LayerSolver
@@ -84,8 +85,7 @@ class Run:
         keys = {layer.name: layer.key for layer in plan.quantized if layer.key}
         self.transforms = Transformations(plan.recipe, keys, TensorFolder(source), config, device, ranks)
         self.folder = self.transforms.weights
-        # Few CPUs multiply 16-bit floats as fast as float32.
-        self.model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+        self.model = build_on_meta(config, calibration_dtype(config, device))
         self.partial = PartialModel(self.model, self.folder, device)
         self.solver = LayerSolver(plan, self.algorithm, self.folder, joined_members(self.model), device)
         self.layers = self.solver.layers

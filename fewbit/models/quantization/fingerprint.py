@@ -12,7 +12,7 @@ import torch
 import fewbit
 from fewbit.algorithms import native
 from fewbit.checkpoints.tensor_files import TensorFolder
-from fewbit.models.quantization.products import rounds_products
+from fewbit.models.quantization.products import has_matrix_units
 
 _DECIDING = ("spec", "numerics", "packing", "checkpoints", "algorithms", "models")
 """Folders whose code decides which numbers come out."""
@@ -56,6 +56,6 @@ def _machine(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
         loops = "compiled loops" if native.takes() else "loops in torch"
-        loops += ", bf16 products" if rounds_products(device) else ""
+        loops += ", bf16 products" if has_matrix_units(device) else ""
         return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {loops}"
     return device.type

@@ -1,8 +1,8 @@
 """How the products of calibration are made: forward passes and Gram matrices.
 
-On CPUs with matrix units for bfloat16 (AMX), which are many times as fast as float32 there: states and weights stay
-float32, what a product reads is rounded to bfloat16, and sums are float32, as a bf16 model's on a GPU but for its
-rounding of every result. Solving, whose factorizations need the digits, is left alone.
+Blocks run in the model's dtype on GPUs and on CPUs with matrix units for bfloat16 (AMX), elsewhere in float32: few CPUs
+multiply 16-bit floats as fast. With matrix units Gram matrices are made by them as well: of widened 16-bit rows, whose
+products are exact, with float32 sums. Solving, whose factorizations need the digits, is left alone.
 
 On GPUs without cuDNN's attention: it plans every shape anew, which takes longer than the attention of a small model.
 """
@@ -13,12 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from transformers import PretrainedConfig
 
 from fewbit.kernels.probe import this_machine
+from fewbit.models.names import config_dtype
 
 
-def rounds_products(device: torch.device) -> bool:
-    """Whether float32 products of calibration on `device` round what they read."""
+def calibration_dtype(config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """What blocks of a model run in."""
+    return torch.float32 if device.type == "cpu" and not has_matrix_units(device) else config_dtype(config)
+
+
+def has_matrix_units(device: torch.device) -> bool:
+    """Whether `device` is a CPU that multiplies bfloat16 many times as fast as float32."""
     return device.type == "cpu" and {"amx", "bf16"} <= this_machine("cpu").features
 
 
@@ -32,7 +39,7 @@ def calibration_products(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.backends.cuda.enable_cudnn_sdp(planned)
-    elif rounds_products(device):
+    elif has_matrix_units(device):
         setting = torch.backends.mkldnn.matmul
         before, setting.fp32_precision = setting.fp32_precision, "bf16"
         try:

@@ -28,9 +28,10 @@ from fewbit.checkpoints.tensor_files import TensorFolder, by_module
 from fewbit.errors import CheckpointError
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
-from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.names import build_on_meta, read_config
 from fewbit.models.quantization.gradient_stream import CacheEvidence, GradientStream, LayerEvidence
 from fewbit.models.quantization.plan import PlannedLayer
+from fewbit.models.quantization.products import calibration_dtype
 from fewbit.models.quantization.ranks import ALONE, Ranks
 from fewbit.models.quantization.statistics import BlockStatistics
 from fewbit.models.quantization.transforms.evidence import KeptEvidence
@@ -88,7 +89,7 @@ def measure_sensitivity(
     """
     place = torch.device(device)
     config = read_config(Path(source))
-    model = build_on_meta(config, torch.float32 if place.type == "cpu" else config_dtype(config))
+    model = build_on_meta(config, calibration_dtype(config, place))
     layers = list(layers)
     keys = {layer.name: layer.key for layer in layers if layer.key}
     transforms = Transformations(recipe, keys, TensorFolder(Path(source)), config, place, ranks)

@@ -23,10 +23,11 @@ from fewbit.checkpoints.unit_folder import UnitFolder, locked
 from fewbit.models.families import blocks_of
 from fewbit.models.fill import PartialModel
 from fewbit.models.kv_cache import CacheWatch
-from fewbit.models.names import build_on_meta, config_dtype, read_config
+from fewbit.models.names import build_on_meta, read_config
 from fewbit.models.quantization.block_stream import BlockStream, widest_input, windows_at_once
 from fewbit.models.quantization.calibration import Calibration
 from fewbit.models.quantization.fingerprint import fingerprint_of
+from fewbit.models.quantization.products import calibration_dtype
 from fewbit.models.quantization.transforms.probe import matrices
 from fewbit.models.quantization.transforms.weights import TransformedWeights
 
@@ -94,7 +95,7 @@ def gather_statistics(
     """
     folder, device = weights or TensorFolder(source), torch.device(device)
     config = read_config(Path(source))
-    model = build_on_meta(config, torch.float32 if device.type == "cpu" else config_dtype(config))
+    model = build_on_meta(config, calibration_dtype(config, device))
     partial = PartialModel(model, folder, device)
     batch = windows_at_once(calibration.windows.shape[1], widest_input(model), device.type == "cpu")
     stream = BlockStream(model, partial.filled, calibration.windows.to(device), batch)
