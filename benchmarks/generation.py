@@ -18,12 +18,16 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 ENGINES = Path(__file__).with_name("engines.py")
+PAUSE_SECONDS = 0.5
+"""Before each engine's turn: threads of the one before may spin for a while after their work."""
+
 VOCABULARY = 10_000
 """Tokens of the prompt are below this, which every tokenizer has."""
 
@@ -126,6 +130,7 @@ def main(
     for number in range(rounds + 1):
         tokens = [source.randrange(VOCABULARY) for _ in range(prompt)]
         for label, process in processes.items():
+            time.sleep(PAUSE_SECONDS)
             times = process.answer({"prompt": tokens, "new": new})
             if number:
                 found[label].append(rates(times, prompt, new))

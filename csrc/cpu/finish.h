@@ -27,24 +27,28 @@ FEWBIT_INLINE typename Vector::Words zeros_of(const Weight& weight, int64_t bloc
   return Vector::widen_bytes(weight.zeros + (block * weight.groups + group) * kBlockRows + part * Vector::kLanes);
 }
 
-// Scales the sums [width][kBlockRows] of a tile, adds the bias, rounds and writes what lies within N.
+// Scales the sums [width][kBlockRows] of a tile, adds the bias, rounds and writes what lies within N: token by token, since
+// rows of y lie far apart.
 template <class Vector>
 void write_out(const Job& job, int64_t block, int64_t first_token, int width, const float* sums,
                const float* token_scales) {
   const Weight& weight = job.weight;
+  const int64_t row = block * kBlockRows, count = weight.rows - row, size = bytes_of(job.dtype);
+  typename Vector::Floats bias[kParts<Vector>];
   for (int part = 0; part < kParts<Vector>; ++part) {
-    const int64_t row = block * kBlockRows + part * Vector::kLanes;
-    const int64_t count = weight.rows - row;
-    if (count <= 0) return;
-    auto bias = Vector::zero();
-    if (job.bias) {
-      bias = load_up_to<Vector>(static_cast<const char*>(job.bias) + row * bytes_of(job.dtype), job.dtype, count);
+    const int64_t at = part * Vector::kLanes;
+    bias[part] = Vector::zero();
+    if (job.bias && count > at) {
+      bias[part] = load_up_to<Vector>(static_cast<const char*>(job.bias) + (row + at) * size, job.dtype, count - at);
     }
-    for (int token = 0; token < width; ++token) {
-      const float factor = token_scales ? weight.factor * token_scales[token] : weight.factor;
-      const auto sum = Vector::load_floats(sums + token * kBlockRows + part * Vector::kLanes);
-      char* to = static_cast<char*>(job.y) + ((first_token + token) * weight.rows + row) * bytes_of(job.dtype);
-      store_up_to<Vector>(to, job.dtype, Vector::multiply_add(sum, Vector::broadcast(factor), bias), count);
+  }
+  char* to = static_cast<char*>(job.y) + (first_token * weight.rows + row) * size;
+  for (int token = 0; token < width; ++token, to += weight.rows * size) {
+    const auto factor = Vector::broadcast(token_scales ? weight.factor * token_scales[token] : weight.factor);
+    for (int part = 0; part < kParts<Vector> && part * Vector::kLanes < count; ++part) {
+      const int64_t at = part * Vector::kLanes;
+      const auto sum = Vector::load_floats(sums + token * kBlockRows + at);
+      store_up_to<Vector>(to + at * size, job.dtype, Vector::multiply_add(sum, factor, bias[part]), count - at);
     }
   }
 }

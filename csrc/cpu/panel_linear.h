@@ -10,7 +10,7 @@ namespace {
 
 // From so many tokens on decoding a panel pays off, and with so many it costs nearly nothing.
 constexpr int64_t kPanelTokens = 24;
-constexpr int64_t kPanelTokensAtATime = 96;
+constexpr int64_t kPanelTokensAtATime = 256;
 
 // Apart from one another by other than a power of two, which would put all tokens' inputs in the same lines of a cache.
 inline int64_t input_stride(int64_t steps) { return whole_vectors(steps) + 16; }

@@ -13,10 +13,10 @@ namespace {
 
 // Tokens of a thread at a time, which are what layers multiply at a time, and of all threads.
 constexpr int64_t kOwnTokens = kPanelTokensAtATime;
-constexpr int64_t kPromptTokens = 8 * kOwnTokens;
+constexpr int64_t kPromptTokens = 768;
 
 // From so many of its own on a thread decodes every panel for itself: twice the panels, for half the tokens.
-constexpr int64_t kTokensApart = kOwnTokens / 2;
+constexpr int64_t kTokensApart = 48;
 
 inline int64_t tokens_at_a_time(int64_t threads) {
   return threads * kOwnTokens < kPromptTokens ? threads * kOwnTokens : kPromptTokens;

@@ -13,6 +13,12 @@ namespace {
 template <class Vector>
 FEWBIT_INLINE typename Vector::Floats rounded(typename Vector::Floats value, Dtype dtype) {
   if (dtype == Dtype::kF32) return value;
+  if (dtype == Dtype::kBf16) {  // as to_bf16 does it: half a unit is added, less one where the kept part is even
+    const auto bits = Vector::as_words(value);
+    const auto odd = Vector::bits_of(Vector::template right<16>(bits), Vector::broadcast_word(1));
+    const auto sum = Vector::add_words(bits, Vector::add_words(odd, Vector::broadcast_word(0x7fff)));
+    return Vector::as_floats(Vector::bits_of(sum, Vector::broadcast_word(static_cast<int32_t>(0xffff0000))));
+  }
   alignas(64) char stored[4 * Vector::kLanes];
   store_from_floats<Vector>(stored, dtype, value);
   return load_as_floats<Vector>(stored, dtype);

@@ -53,7 +53,7 @@ typename Vector::Floats load_few(const void* from, Dtype dtype, int64_t count) {
 }
 
 template <class Vector>
-typename Vector::Floats load_up_to(const void* from, Dtype dtype, int64_t count) {
+FEWBIT_INLINE typename Vector::Floats load_up_to(const void* from, Dtype dtype, int64_t count) {
   return count >= Vector::kLanes ? load_as_floats<Vector>(from, dtype) : load_few<Vector>(from, dtype, count);
 }
 
@@ -64,12 +64,18 @@ FEWBIT_INLINE void store_from_floats(void* to, Dtype dtype, typename Vector::Flo
   Vector::store(static_cast<float*>(to), value);
 }
 
+// The first `count` numbers of a vector; writes nothing beyond them.
 template <class Vector>
-void store_up_to(void* to, Dtype dtype, typename Vector::Floats value, int64_t count) {
-  if (count >= Vector::kLanes) return store_from_floats<Vector>(to, dtype, value);
+void store_few(void* to, Dtype dtype, typename Vector::Floats value, int64_t count) {
   char whole[4 * Vector::kLanes];
   store_from_floats<Vector>(whole, dtype, value);
   std::memcpy(to, whole, static_cast<size_t>(count * bytes_of(dtype)));
+}
+
+template <class Vector>
+FEWBIT_INLINE void store_up_to(void* to, Dtype dtype, typename Vector::Floats value, int64_t count) {
+  if (count >= Vector::kLanes) return store_from_floats<Vector>(to, dtype, value);
+  store_few<Vector>(to, dtype, value, count);
 }
 
 // A row of `count` numbers as float32. `to` has room for whole vectors.

@@ -32,7 +32,7 @@ READABLE = [
     if element.bits <= 8 and not element.is_exponent_only  # every element a weight may have
 ]
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 29)
-MANY = (24, 98)
+MANY = (24, 258)
 """Tokens that are multiplied by panels, and more than are multiplied at a time."""
 INTEGER_ACTIVATIONS = QuantKey(ELEMENTS["int8"], ScaleSpec(F32, TENSOR))
 PER_TOKEN = PRESETS["W8A8"].rules[0].key.activation
