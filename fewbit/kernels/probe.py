@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from fewbit.errors import KernelError
 from fewbit.kernels import native
+from fewbit.kernels.cuda import compiler
 from fewbit.kernels.linear.torch_onednn_int8 import ZERO, multiply, pack
 from fewbit.spec.hardware import CPU_EXTENSION, DEVICES, Hardware
 
@@ -32,16 +34,29 @@ OPTIONAL_PACKAGES = (
 
 @cache
 def installed() -> dict[str, str]:
-    """Package -> version of torch, of the optional packages that are installed and of the compiled CPU kernels."""
+    """Package -> version of torch, of the optional packages that are installed and of the compiled CPU kernels.
+
+    cuda-core is left out where it finds no NVRTC: kernels that it compiles are refused then, not begun.
+    """
     found = {"torch": str(torch.__version__)}
     for package in OPTIONAL_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if compiler.PACKAGE in found and not _finds_nvrtc():
+        del found[compiler.PACKAGE]  # what it is for here
     if not missing():
         found[CPU_EXTENSION] = str(native.VERSION)
     return found
+
+
+def _finds_nvrtc() -> bool:
+    try:
+        compiler.nvrtc_version()
+    except (ImportError, KernelError):
+        return False
+    return True
 
 
 def missing() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fewbit.errors import KernelError
 from fewbit.kernels import probe
 from fewbit.kernels.probe import cpu_features, cpu_name, this_machine
 from fewbit.spec import DEVICES
@@ -101,3 +102,21 @@ def test_an_unlisted_gpu_is_like_the_closest_below_it() -> None:
     assert probe._like("sm110", 110).features == DEVICES["sm103"].features
     unlisted = probe._like("sm130", 130)
     assert (unlisted.name, unlisted.capability, unlisted.bandwidth_gbs) == ("sm130", 130, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "found"), [("13.0", True), (KernelError("No NVRTC."), False), (ImportError("cuda"), False)]
+)
+def test_cuda_core_counts_where_it_finds_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, outcome: str | Exception, found: bool
+) -> None:
+    def version() -> str:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(probe.compiler, "nvrtc_version", version)
+    software = probe.installed.__wrapped__()
+    assert ("cuda-core" in software) is found
+    assert software["triton"] == "1.0"

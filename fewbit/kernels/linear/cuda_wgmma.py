@@ -94,7 +94,7 @@ def fragment_obstacles(request: LinearRequest, hardware: Hardware, operand: str 
     if hardware.capability != CAPABILITY:
         yield f"wgmma needs compute capability 9.0 and no other, {hardware.name} has {hardware.capability / 10}"
     if PACKAGE not in hardware.software:
-        yield f"{PACKAGE}, which finds NVRTC, is not installed"
+        yield f"{PACKAGE} and an NVRTC that it finds are not installed"
     if request.dtype not in DTYPES:
         yield f"bf16 or f16 activations are needed, found {request.dtype}"
     yield from record_obstacles(request)
