@@ -115,7 +115,7 @@ def test_cuda_core_counts_where_it_finds_a_compiler(
             raise outcome
         return outcome
 
-    monkeypatch.setattr(probe.importlib.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(probe.importlib.metadata, "version", lambda _: "1.0")
     monkeypatch.setattr(probe.compiler, "nvrtc_version", version)
     software = probe.installed.__wrapped__()
     assert ("cuda-core" in software) is found
