@@ -156,7 +156,7 @@ def _print_outcome(report: dict[str, Any]) -> None:
     lost = [layer for layer in report["layers"] if layer["loss"] is not None]
     if lost:
         worst = max(lost, key=lambda layer: layer["loss"])
-        console.print(f"Largest relative error of an output: {worst['loss']:.2%} in {worst['name']}.")
+        console.print(f"Largest relative error of an output: {100 * worst['loss']:.2g}% in {worst['name']}.")
     unreached = [layer["name"] for layer in report["layers"] if layer["tokens"] == 0]
     if unreached:
         console.print(f"[yellow]Note:[/] no calibration token reached {len(unreached)} layers, {unreached[0]} for one.")
