@@ -9,7 +9,7 @@ from typing import Any
 
 from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
 from fewbit.kernels.tuned.choice import Chosen
-from fewbit.kernels.tuned.table import Table, tables_of
+from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
 from fewbit.spec.element import E4M3
 
 WARPGROUP = 128
@@ -126,8 +126,7 @@ def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, t
         if shape <= entry["layout"].items()
         and (entry["layout"]["operand"] == E4M3.name) == (layout.operand == E4M3.name)
     }
-    larger = [rows for rows in measured if rows >= tokens]
-    return measured[min(larger) if larger else max(measured)] if measured else None
+    return at_next_larger(measured, tokens)
 
 
 def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> Cut:

@@ -12,15 +12,14 @@ repeated for each 128.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, spread
+from fewbit.kernels.linear.written_layout import WrittenLayout
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E4M3
 
@@ -44,7 +43,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class FragmentLayout:
+class FragmentLayout(WrittenLayout):
     """Where the codes, scales and zero points of a weight [rows, columns] lie; see the head of this file.
 
     Attributes:
@@ -62,15 +61,6 @@ class FragmentLayout:
     offset: int
     has_zero: bool
     operand: str
-
-    @classmethod
-    @cache
-    def parse(cls, text: str) -> FragmentLayout:
-        """Reads `str(layout)` back."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def decoding(self) -> Decoding:

@@ -12,9 +12,7 @@ the second-level one, multiply the last sum.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
 from fewbit.kernels.linear.weight_tiles import group_of
+from fewbit.kernels.linear.written_layout import WrittenLayout
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E8M0, Element
 
@@ -45,7 +44,7 @@ CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
-class ProductLayout:
+class ProductLayout(WrittenLayout):
     """Where the codes and scales of a weight [rows, columns] lie; see the head of this file.
 
     Attributes:
@@ -69,15 +68,6 @@ class ProductLayout:
     scale_dtype: str
     block_rows: int = 1
     folds: bool = False
-
-    @classmethod
-    @cache
-    def parse(cls, text: str) -> ProductLayout:
-        """Reads `str(layout)` back."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def bits(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.weight_tiles import TILE_ROWS, TileLayout
 from fewbit.kernels.tuned.choice import Chosen
-from fewbit.kernels.tuned.table import tables_of
+from fewbit.kernels.tuned.table import at_next_larger, tables_of
 
 MULTIPROCESSORS = 132  # where nothing was measured, products are cut for a device of this size
 DECODES_FIRST_FROM = 257
@@ -82,9 +82,8 @@ def measured_plan(entries: Iterable[Mapping[str, Any]], layout: WeightLayout, to
     entries = list(entries)
     for wanted in _alike(layout):
         measured = {entry["M"]: Plan(**entry["plan"]) for entry in entries if wanted <= entry["layout"].items()}
-        larger = [rows for rows in measured if rows >= tokens]
         if measured:
-            return measured[min(larger) if larger else max(measured)]
+            return at_next_larger(measured, tokens)
     return None
 
 

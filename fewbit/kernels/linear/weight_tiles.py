@@ -22,15 +22,15 @@ of scales are recoded so that decoding can multiply them in, exactly:
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
+from fewbit.kernels.linear.written_layout import WrittenLayout
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E5M2, Element
 from fewbit.spec.granularity import CHANNEL, TENSOR
@@ -49,7 +49,7 @@ _E2M1_RUNS = ((0x8, 12), (0x7, 6)), ((0x8, 9), (0x7, 3)), ((0x8, 6), (0x7, 0)), 
 
 
 @dataclass(frozen=True)
-class TileLayout:
+class TileLayout(WrittenLayout):
     """Where the fields, scales and zero points of a weight [rows, columns] lie; see the head of this file.
 
     Attributes:
@@ -74,15 +74,6 @@ class TileLayout:
     offset: int
     has_zero: bool
     decodes_to: str = ""
-
-    @classmethod
-    @cache
-    def parse(cls, text: str) -> TileLayout:
-        """Reads `str(layout)` back."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def fields(self) -> int:

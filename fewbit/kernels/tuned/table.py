@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
@@ -21,6 +21,8 @@ from fewbit.spec.hardware import Hardware
 
 SHIPPED = Path(__file__).parent
 COMPARED = ("torch", "triton")
+
+Way = TypeVar("Way")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ def _short(version: str) -> str:
 
 def _ceiling(measured: Iterable[int], tokens: int) -> int | None:
     return min((rows for rows in measured if rows >= tokens), default=None)
+
+
+def at_next_larger(measured: Mapping[int, Way], tokens: int) -> Way | None:
+    """What was measured at the next larger number of rows, else at the largest; None where nothing was."""
+    rows = _ceiling(measured, tokens)
+    return measured[max(measured) if rows is None else rows] if measured else None
 
 
 def user_folder() -> Path:
