@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
+from fewbit.kernels.cuda.few_rows import RowProblem
 from fewbit.kernels.cuda.products import Problem
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
@@ -28,6 +29,7 @@ from fewbit.kernels.linear.fragment_layout import (
     fragment_numbers,
     fragments,
 )
+from fewbit.kernels.linear.row_cuts import SHARED_LIMIT, RowCut, row_cut_by_rule, row_cut_candidates
 from fewbit.numerics import dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
@@ -130,6 +132,35 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
+def test_digits_of_x_meet_the_codes_of_their_input_features(seed: int, power: int) -> None:
+    """With the arithmetic of `split_into_digits` and the register layout of integer products 32 input features deep."""
+    generator = torch.Generator().manual_seed(seed)
+    record = layer(KEYS["W4A16 channel"], ROWS, DEPTH)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
+    assert layout is not None
+    x = (torch.randn(DEPTH, generator=generator) * torch.randn(DEPTH, generator=generator).exp() * 2.0**power).bfloat16()
+    exponent = int(x.abs().max().float().view(torch.int32)) >> 23
+    numbers = torch.round(x.double() * 2.0 ** (127 + 21 - exponent)).long()
+    assert (numbers.double() * 2.0 ** (exponent - 127 - 21) - x.double()).abs().max() <= x.double().abs().max() * 2.0**-22
+    above = numbers + 128 >> 8
+    digits = ((numbers + 0x8080) ^ 0x8080) >> torch.tensor([[16], [8], [0]]) & 0xFF
+    digits = torch.where(digits < 128, digits, digits - 256)
+    assert torch.equal(digits[0] * 256 + digits[1], above)
+    assert torch.equal(above * 256 + digits[2], numbers)
+    features = torch.arange(DEPTH)
+    step, place = features // 16, features % 16
+    order = torch.empty(8, 4, 4, dtype=torch.long)  # input feature of each byte of word `step` of a thread of four
+    order[step, place % 8 // 2, place % 2 * 2 + place // 8] = features
+    words = fragments(record, layout)[0, 0, :CODE_BYTES].contiguous().view(torch.int32).view(2, 4, 8, 4, 4)
+    words = words.permute(1, 2, 0, 4, 3).reshape(4, 8, 8, 4).long() & 0xFFFFFFFF  # warp, row of eight, step, thread
+    for odd in (0, 1):
+        codes = (words[..., None] >> 4 * odd & 0x0F0F0F0F) >> 8 * torch.arange(4) & 0xFF
+        sums = torch.einsum("wrstb,dstb->dwr", codes.double(), digits[:, order].double())
+        wanted = (record["codes"].double() + 8).view(4, 8, 2, DEPTH)[:, :, odd] @ digits.double().T
+        assert torch.equal(sums.permute(1, 2, 0), wanted)
+
+
 def test_a_code_out_of_range_is_not_packed() -> None:
     record = layer(KEYS["W4A16"], 32, 128)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16"]))
@@ -157,9 +188,39 @@ def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, grou
     layout = FragmentLayout(rows, columns, group, "bf16", 0, operand == "bf16", operand)
     for tokens in (1, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
         cut = cut_for(layout, tokens, device)
+        if isinstance(cut, RowCut):
+            assert cut.tokens >= tokens
+            continue
         assert cut.decodes_first or cut.shared_bytes(layout) <= cut.shared_limit
         assert cut.stages >= 2
         assert cut.blocks <= cut.residents
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(64, 32), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 8192), (16384, 53248)]
+)
+@pytest.mark.parametrize(("group", "has_zero"), [(128, False), (32, True)])
+def test_a_cut_of_rows_covers_the_layer(rows: int, columns: int, group: int, has_zero: bool) -> None:
+    layout = FragmentLayout(rows, columns, group, "bf16", 8, has_zero, "bf16")
+    for tokens in range(1, 18):
+        rule = row_cut_by_rule(layout, tokens)
+        assert tokens <= 8 or rule is None
+        cuts = [*([] if rule is None else [rule]), *row_cut_candidates(layout, tokens)]
+        assert cuts or tokens > 8 or columns > 16384
+        for cut in cuts:
+            assert tokens <= cut.tokens <= 8
+            assert cut.launched(layout) * cut.tiles * cut.row_warps * 16 >= rows * cut.cluster
+            assert cut.launched(layout) % cut.cluster == 0
+            assert cut.shared_bytes(layout) <= SHARED_LIMIT
+            assert 1 <= cut.early <= cut.stages
+            assert cut.threads <= 512
+            assert cut.depth_warps * cut.cluster <= layout.depths
+
+
+def test_a_weight_whose_bytes_32_bits_do_not_count_is_not_cut_so() -> None:
+    layout = FragmentLayout(1 << 20, 8192, 128, "bf16", 8, False, "bf16")
+    assert row_cut_by_rule(layout, 1) is None
+    assert not list(row_cut_candidates(layout, 1))
 
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
@@ -172,6 +233,9 @@ def test_sources_and_their_macros_go_with_each_other() -> None:
     given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
     assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
     assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}
+    cut = {"TILES", "ROW_WARPS", "DEPTH_WARPS", "STAGES", "EARLY", "CLUSTER", "GROUP", "HAS_ZERO", "HALF"}
+    assert _asked(folder, [*shared, "few_rows.cuh", "few_digits.cuh", "few_rows.cu"]) == cut | {"TOKENS"}
+    assert _asked(folder, [*shared, "few_rows.cuh", "few_floats.cuh", "few_rows.cu"]) == cut
 
 
 def _asked(folder: Traversable, names: list[str]) -> set[str]:
@@ -181,12 +245,14 @@ def _asked(folder: Traversable, names: list[str]) -> set[str]:
     return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
 
 
-def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
-    text = (files("fewbit.kernels.cuda") / "ring.cuh").read_text()
+@pytest.mark.parametrize(("source", "struct"), [("ring.cuh", Problem), ("few_rows.cuh", RowProblem)])
+def test_the_launcher_and_the_kernel_mean_the_same_struct(source: str, struct: type[ctypes.Structure]) -> None:
+    text = (files("fewbit.kernels.cuda") / source).read_text()
     body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
     names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
-    assert names == [name for name, _ in Problem._fields_]
-    assert ctypes.sizeof(Problem) == 6 * 8 + 10 * 4
+    assert names == [name for name, _ in struct._fields_]
+    pointers = sum(kind is ctypes.c_void_p for _, kind in struct._fields_)
+    assert ctypes.sizeof(struct) == pointers * 8 + (len(names) - pointers + 1) // 2 * 8
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:

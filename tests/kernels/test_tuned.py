@@ -11,9 +11,10 @@ import torch
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in, cut_of
 from fewbit.kernels.linear.fragment_layout import FragmentLayout
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
+from fewbit.kernels.linear.row_cuts import RowCut
 from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
 from fewbit.kernels.probe import this_machine
@@ -42,7 +43,7 @@ def test_shipped_tables_hold_possible_plans_and_known_kernels(path: Path) -> Non
         kind = ProductLayout if "operand" in entry["layout"] else TileLayout
         assert is_possible(Plan(**entry["plan"]), kind(**entry["layout"]))
     for entry in table.cuts:
-        layout, cut = FragmentLayout(**entry["layout"]), Cut(**entry["cut"])
+        layout, cut = FragmentLayout(**entry["layout"]), cut_of(entry["cut"])
         assert cut.fitted(layout) == cut
         assert cut_in(table, layout, entry["M"]) == cut
 
@@ -155,16 +156,19 @@ def test_candidate_cuts_fit(tokens: int, rows: int, operand: str) -> None:
     cuts = list(cut_candidates(layout, tokens))
     assert len(set(cuts)) == len(cuts)
     assert cuts
+    assert any(isinstance(cut, RowCut) for cut in cuts) == (tokens <= 8 and operand == "bf16")
     for cut in cuts:
         assert cut.fitted(layout) == cut
-        assert cut.blocks <= cut.residents
+        assert cut.tokens >= min(tokens, 16)
 
 
 def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
     layout = FragmentLayout(28672, 4096, 128, "bf16", 8, False, "bf16")
     assert cut_for(layout, 3, "NVIDIA H200") == cut_for(layout, 4, "NVIDIA H200")
-    assert cut_for(layout, 100_000, "NVIDIA H200").decodes_first
-    assert cut_for(layout, 1, "another device") == cut_by_rule(layout, 1).fitted(layout)
+    many = cut_for(layout, 100_000, "NVIDIA H200")
+    assert isinstance(many, Cut)
+    assert many.decodes_first
+    assert cut_for(layout, 1, "another device") == cut_by_rule(layout, 1)
     only = Cut(64, stages=3)
     with cut_for.by(lambda *_: only):
         assert cut_for(layout, 1, "NVIDIA H200") == only

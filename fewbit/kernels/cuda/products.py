@@ -68,7 +68,7 @@ def multiply(
     )  # fmt: skip
     described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
-    function.launch(blocks, addresses(described, problem), _stream(x))
+    function.launch(blocks, addresses(described, problem), stream_of(x))
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
 
@@ -82,12 +82,13 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
     function = _decoder(layout.decoding, weight.device.index)
     pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
     extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
-    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
+    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), stream_of(weight))
     return out
 
 
-def _stream(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+def stream_of(tensor: Tensor) -> int:
+    """The handle of torch's current stream on the tensor's device."""
+    return int(torch.cuda.currentstream_of(tensor.device).cuda_stream)
 
 
 @cache
@@ -123,9 +124,8 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     if not is_fp8:
         macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
     names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
-    texts = [_text(name) for name in names]
-    source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])
-    return compiled(source, macros | _macros(decoding), ARCHITECTURE)
+    source = source_of(*names[:3]) + product_instruction(cut.tokens, decoding.operand) + source_of(*names[3:])
+    return compiled(source, macros | decoding_macros(decoding), ARCHITECTURE)
 
 
 def decoder_code(decoding: Decoding) -> bytes:
@@ -134,19 +134,20 @@ def decoder_code(decoding: Decoding) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    source = _text("hopper.cuh") + _text("fragments.cuh") + _text("decode.cu")
-    return compiled(source, _macros(decoding), ARCHITECTURE)
+    return compiled(source_of("hopper.cuh", "fragments.cuh", "decode.cu"), decoding_macros(decoding), ARCHITECTURE)
 
 
-def _macros(decoding: Decoding) -> dict[str, int]:
+def decoding_macros(decoding: Decoding) -> dict[str, int]:
+    """What `fragments.cuh` is compiled for."""
     return {
         "GROUP": decoding.group, "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
     }  # fmt: skip
 
 
 @cache
-def _text(name: str) -> str:
-    return (files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8")
+def source_of(*names: str) -> str:
+    """The text of files of this folder, one after another."""
+    return "".join((files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8") for name in names)
 
 
 def product_instruction(tokens: int, operand: str) -> str:

@@ -29,6 +29,7 @@ from fewbit.kernels.linear.fragment_layout import (
     fragments,
 )
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles
+from fewbit.kernels.linear.row_cuts import RowCut
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor
@@ -123,10 +124,12 @@ def _multiply(flat: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, 
     if not flat.is_cuda:
         product = torch.nn.functional.linear(flat.float(), fragment_numbers(weight, layout))
         return (product if bias is None else product + bias).to(flat.dtype)
-    from fewbit.kernels.cuda import products  # loads the driver's library
+    from fewbit.kernels.cuda import few_rows, products  # load the driver's library
 
     cut = cut_for(layout, tokens, device_name(flat.device))
     with torch.cuda.device(flat.device):  # the driver launches where the current device is
+        if isinstance(cut, RowCut):
+            return few_rows.multiply(flat, weight, bias, layout, cut)
         if cut.decodes_first:
             return torch.nn.functional.linear(flat, products.decode(weight, layout), bias)
         return products.multiply(flat, weight, flags, bias, layout, cut)

@@ -17,7 +17,7 @@ from fewbit.kernels.activation.producer import Producer, producer_of, rows_of
 from fewbit.kernels.activation.rounding import Rounding, covers_rows, rounding_obstacles
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.cuda_wgmma import FLAGS, fragment_obstacles, prepared_fragments
-from fewbit.kernels.linear.fragment_cuts import cut_for
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_for
 from fewbit.kernels.linear.fragment_layout import FragmentLayout, fragment_layout_of, fragment_numbers
 from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.products import static_tensors
@@ -99,6 +99,7 @@ def _linear(
 
         codes, scale, _ = quantized(flat, Rounding.of(activation), static, parsed.columns, False, producer)
         cut = cut_for(parsed, flat.shape[0], device_name(flat.device))
+        assert isinstance(cut, Cut), "cuts of rows are for operands of 16 bits"
         with torch.cuda.device(flat.device):  # the driver launches where the current device is
             product = products.multiply(codes, weight, flags, bias, parsed, cut, scale)
     else:

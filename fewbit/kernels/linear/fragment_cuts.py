@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
+from fewbit.kernels.linear.row_cuts import RowCut, row_cut_by_rule
 from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
 from fewbit.spec.element import E4M3
@@ -108,38 +109,52 @@ _FP8_HIGH = (
 )
 
 
-def cut_by_rule(layout: FragmentLayout, tokens: int) -> Cut:
+AnyCut = Cut | RowCut
+
+
+def cut_by_rule(layout: FragmentLayout, tokens: int) -> AnyCut:
     """A cut for shapes and devices that were not measured."""
+    of_rows = row_cut_by_rule(layout, tokens)
+    if of_rows is not None:
+        return of_rows
     is_fp8 = layout.operand == E4M3.name
     tables = (_FP8_LOW, _FP8_HIGH) if is_fp8 else (_LOW, _HIGH)
     table = tables[layout.rows >= TALL]
     cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
-    return replace(cut, decodes_first=not is_fp8 and tokens >= DECODES_FIRST_FROM)
+    return replace(cut, decodes_first=not is_fp8 and tokens >= DECODES_FIRST_FROM).fitted(layout)
 
 
-def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, tokens: int) -> Cut | None:
+def cut_of(fields: Mapping[str, Any]) -> AnyCut:
+    """The cut of an entry of a table."""
+    return RowCut(**fields) if "depth_warps" in fields else Cut(**fields)
+
+
+def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, tokens: int) -> AnyCut | None:
     """The cut of the next larger M from the entries of one table, or None where no such shape was measured."""
     shape = {("rows", layout.rows), ("columns", layout.columns)}
     measured = {
-        entry["M"]: Cut(**entry["cut"])
+        entry["M"]: cut_of(entry["cut"])
         for entry in entries
         if shape <= entry["layout"].items()
         and (entry["layout"]["operand"] == E4M3.name) == (layout.operand == E4M3.name)
     }
-    return at_next_larger(measured, tokens)
+    cut = at_next_larger(measured, tokens)
+    if isinstance(cut, RowCut) and cut.tokens < tokens:
+        return None
+    return None if cut is None else cut.fitted(layout)
 
 
-def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> Cut:
+def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> AnyCut:
     """The table's cut, or the one by rule."""
-    return (measured_cut(table.cuts, layout, tokens) or cut_by_rule(layout, tokens)).fitted(layout)
+    return measured_cut(table.cuts, layout, tokens) or cut_by_rule(layout, tokens)
 
 
 @cache
-def cut_by_table(layout: FragmentLayout, tokens: int, device: str) -> Cut:
+def cut_by_table(layout: FragmentLayout, tokens: int, device: str) -> AnyCut:
     """The cut that was fastest on the device at the next larger M, or the one by rule."""
     found = (measured_cut(table.cuts, layout, tokens) for table in tables_of(device))
-    return (next((cut for cut in found if cut is not None), None) or cut_by_rule(layout, tokens)).fitted(layout)
+    return next((cut for cut in found if cut is not None), None) or cut_by_rule(layout, tokens)
 
 
-cut_for: Chosen[FragmentLayout, Cut] = Chosen(cut_by_table)
+cut_for: Chosen[FragmentLayout, AnyCut] = Chosen(cut_by_table)
 """The cut for a product of so many tokens on a device of that name."""

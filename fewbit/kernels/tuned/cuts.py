@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_for, cut_in
+from fewbit.kernels.linear.fragment_cuts import AnyCut, Cut, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
+from fewbit.kernels.linear.row_cuts import RowCut, row_cut_candidates
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.measure import call_time_us
 from fewbit.kernels.tuned.table import Table
@@ -40,8 +41,9 @@ DECODES_FIRST_FROM = 1024
 _WIDTHS_16, _WIDTHS_FP8 = (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 192)
 
 
-def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
+def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[AnyCut]:
     """Cuts worth timing for a product of so many rows."""
+    yield from row_cut_candidates(layout, tokens)
     is_fp8 = layout.operand == E4M3.name
     widths = _WIDTHS_FP8 if is_fp8 else _WIDTHS_16
     last = next((index for index, width in enumerate(widths) if width >= tokens), len(widths) - 1)
@@ -61,15 +63,24 @@ def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
             yield from (option for option in fitted if option.stages >= FEWEST_STAGES)
 
 
-def compile_cuts(jobs: Iterable[tuple[Decoding, Cut]]) -> None:
-    """Compiles kernels in a process to each core, into the folder that this process reads."""
-    from fewbit.kernels.cuda.products import product_code
+def cut_code(decoding: Decoding, cut: AnyCut) -> bytes:
+    """Machine code of the product over such weights, compiled for a cut.
 
+    Raises:
+        KernelError: there is no compiler.
+    """
+    from fewbit.kernels.cuda import few_rows, products  # load the driver's library
+
+    return few_rows.product_code(decoding, cut) if isinstance(cut, RowCut) else products.product_code(decoding, cut)
+
+
+def compile_cuts(jobs: Iterable[tuple[Decoding, AnyCut]]) -> None:
+    """Compiles kernels in a process to each core, into the folder that this process reads."""
     distinct = list(dict.fromkeys(jobs))
     count = min(len(os.sched_getaffinity(0)), len(distinct))
     if count:
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(product_code, *zip(*distinct, strict=True)))
+            list(pool.map(cut_code, *zip(*distinct, strict=True)))
 
 
 def tune_cuts(
@@ -89,7 +100,12 @@ def _tuned(
     request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens))) for tokens in ladder}
-    compile_cuts((layout.decoding, cut) for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
+    compile_cuts(
+        (layout.decoding, cut)
+        for cuts in candidates.values()
+        for cut in cuts
+        if isinstance(cut, RowCut) or not cut.decodes_first
+    )
     weights, found = rotated(kernel, request, "cuda"), []
     for tokens, cuts in candidates.items():
         x, timed = inputs(request, tokens, "cuda"), []
@@ -102,6 +118,6 @@ def _tuned(
     return found
 
 
-def cutter_of(table: Table) -> Callable[[FragmentLayout, int, str], Cut]:
+def cutter_of(table: Table) -> Callable[[FragmentLayout, int, str], AnyCut]:
     """Takes cuts from one table, or by rule."""
     return lambda layout, tokens, _device: cut_in(table, layout, tokens)
