@@ -49,8 +49,12 @@ def random_layer(request: LinearRequest, device: str) -> QuantizedTensor:
 
 
 def rotated(kernel: LinearKernel, request: LinearRequest, device: str) -> list[Prepared]:
-    """One prepared weight and copies of it, so many that the cache does not hold them."""
-    first = kernel.prepare(random_layer(request, device), request)
+    """Prepared weights of one random layer, so many that the cache does not hold them."""
+    return copied(kernel.prepare(random_layer(request, device), request), device)
+
+
+def copied(first: Prepared, device: str) -> list[Prepared]:
+    """A prepared weight on a device and copies of it, so many that the cache does not hold them."""
     placed = {name: tensor.to(device) for name, tensor in first.tensors.items()}
     many = [Prepared(placed, first.constants)]
     for _ in range(copies_of(first.nbytes) - 1):
