@@ -39,7 +39,13 @@ FAMILY = Family(
     MxBackend,
     _covers,
     {
-        "cuda": (MxBackend.TORCH_SCALED_MM, MxBackend.TRITON, MxBackend.HUMMING, MxBackend.EMULATION),
+        "cuda": (
+            MxBackend.TORCH_SCALED_MM,
+            MxBackend.FLASHINFER,
+            MxBackend.TRITON,
+            MxBackend.HUMMING,
+            MxBackend.EMULATION,
+        ),
         "cpu": (MxBackend.CPU,),
     },
 )

@@ -36,7 +36,13 @@ FAMILY = Family(
     MxFp8Backend,
     _covers,
     {
-        "cuda": (MxFp8Backend.TORCH_SCALED_MM, MxFp8Backend.TRITON, MxFp8Backend.HUMMING, MxFp8Backend.EMULATION),
+        "cuda": (
+            MxFp8Backend.TORCH_SCALED_MM,
+            MxFp8Backend.FLASHINFER,
+            MxFp8Backend.TRITON,
+            MxFp8Backend.HUMMING,
+            MxFp8Backend.EMULATION,
+        ),
         "cpu": (MxFp8Backend.CPU,),
     },
 )

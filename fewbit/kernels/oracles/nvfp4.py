@@ -35,7 +35,13 @@ FAMILY = Family(
     NvFp4Backend,
     _covers,
     {
-        "cuda": (NvFp4Backend.TORCH_SCALED_MM, NvFp4Backend.TRITON, NvFp4Backend.HUMMING, NvFp4Backend.EMULATION),
+        "cuda": (
+            NvFp4Backend.TORCH_SCALED_MM,
+            NvFp4Backend.FLASHINFER,
+            NvFp4Backend.TRITON,
+            NvFp4Backend.HUMMING,
+            NvFp4Backend.EMULATION,
+        ),
         "cpu": (NvFp4Backend.CPU,),
     },
 )
