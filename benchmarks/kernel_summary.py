@@ -142,17 +142,28 @@ def _own(cells: Iterable[Cell]) -> float:
 
 def beside(name: str, called: str, cells: Sequence[Cell]) -> str:
     """A library over fewbit: geometric mean and total of all that was timed of it."""
-    timed = [(us, cell.own) for cell in cells if (us := cell.us(name)) is not None]
-    if not timed:
+    timed = _timed(name, cells)
+    figures = mean_and_total(name, cells)
+    if figures is None:
         return f"{name}: nothing was timed of it"
-    mean = math.exp(sum(math.log(us / own) for us, own in timed) / len(timed))
-    total = sum(us for us, _ in timed) / sum(own for _, own in timed)
     ahead = sum(own <= us for us, own in timed)
-    worst = min(us / own for us, own in timed)
     return (
-        f"{name} over {called}, {len(timed)} products: geometric mean {mean:.2f}, total {total:.2f}, "
-        f"fewbit no slower in {ahead}, at worst {worst:.2f}"
+        f"{name} over {called}, {len(timed)} products: geometric mean {figures[0]:.2f}, total {figures[1]:.2f}, "
+        f"fewbit no slower in {ahead}, at worst {min(us / own for us, own in timed):.2f}"
     )
+
+
+def mean_and_total(name: str, cells: Sequence[Cell]) -> tuple[float, float] | None:
+    """Geometric mean, and ratio of sums, of a library over fewbit; None where nothing was timed of it."""
+    timed = _timed(name, cells)
+    if not timed:
+        return None
+    mean = math.exp(sum(math.log(us / own) for us, own in timed) / len(timed))
+    return mean, sum(us for us, _ in timed) / sum(own for _, own in timed)
+
+
+def _timed(name: str, cells: Sequence[Cell]) -> list[tuple[float, float]]:
+    return [(us, cell.own) for cell in cells if (us := cell.us(name)) is not None]
 
 
 def choices(cells: Sequence[Cell]) -> Iterator[str]:

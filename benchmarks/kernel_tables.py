@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kernel_aims import aims
 from kernel_columns import BF16
 from kernel_summary import HUMMING, Cell, Results, cells_of, rivals_of
 
@@ -12,7 +13,7 @@ Figure = Callable[[Cell], float | None]
 
 
 def tables(results: Results) -> Iterator[str]:
-    """Markdown: each scheme beside its rivals, then sums over the layer."""
+    """Markdown: each scheme beside its rivals, sums over the layer, aims."""
     alone = cells_of(results, False)
     with_humming = {id(cell.line): cell for cell in cells_of(results, True)}
     for scheme in dict.fromkeys(cell.scheme for cell in alone):
@@ -23,6 +24,12 @@ def tables(results: Results) -> Iterator[str]:
     yield "### Over the layer"
     yield ""
     yield from sums(alone)
+    yield ""
+    yield "### Aims"
+    yield ""
+    yield "| Aim | Found | |"
+    yield "|---|---|---|"
+    yield from map(str, aims(alone, list(with_humming.values())))
 
 
 def beside_rivals(cells: Sequence[Cell], with_humming: dict[int, Cell]) -> Iterator[str]:

@@ -97,6 +97,23 @@ def test_tables_have_a_column_for_each_number_of_rows(module, results) -> None:
     assert f"| {W4AF8} | bf16 / fewbit | 2.33 | 0.99 |" in said
 
 
+def test_aims_are_met_or_missed_by_what_was_found(module, results) -> None:
+    summary, wide = module("kernel_summary"), {"K": 4096, "N": 28672}
+    lines = [
+        line("W4A16", 1, bf16=60, triton_tiles=18.5, humming=23, marlin=32) | wide,
+        line("W4A16", 64, bf16=60, triton_tiles=30, triton_tiles_other_ways=28, humming=29) | wide,
+        line("W8A8", 4096, bf16=100, triton_int8=50) | wide,
+    ]
+    alone, joint = (summary.cells_of({**results, "lines": lines}, humming) for humming in (False, True))
+    said = [str(aim) for aim in module("kernel_aims").aims(alone, joint)]
+    assert said[0] == "| W4A16 4096x28672, M = 1: at most 18 us | 18.5 us | missed |"
+    assert "| W4A16, M up to 16, every shape: 1.2 times the best rival | 1 of 1 products, 1.24 to 1.24 | met |" in said
+    assert "| W4A16 4096x28672, M = 64: 1.8 times bf16 | 2.00 | met |" in said
+    assert any(text.startswith("| W4A16, M = 17 to 256, with Humming: never slower") for text in said)
+    assert "| W8A8 over the layer, M = 4096: 1.7 times bf16 | 2.00 | met |" in said
+    assert "| Each choice within 5 % of the fastest way that reads its layout | 2 of 3 products | missed |" in said
+
+
 def test_what_fails_or_hangs_is_told_and_the_next_call_runs(module) -> None:
     worker_module = module("kernel_worker")
     worker, failed = worker_module.Worker(), worker_module.Failed
