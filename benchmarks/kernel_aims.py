@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kernel_columns import BF16
-from kernel_summary import WITHIN, Cell, mean_and_total
+from kernel_summary import WITHIN, Cell, mean_and_total, product_alone
 
 WIDE = (4096, 28672)
 """K and N of the largest layer."""
@@ -68,12 +68,8 @@ def _quantized(alone: Sequence[Cell]) -> Iterator[Aim]:
 
 
 def _products_alone(alone: Sequence[Cell]) -> Iterator[Aim]:
-    ratios = []
-    for cell in alone:
-        others = [us for name in ("torch", "cutlass") if (us := cell.us(f"{name}_product")) is not None]
-        own = cell.us(f"{cell.kernel}_product")
-        if cell.scheme == "FP8_DYNAMIC" and own is not None and others:
-            ratios.append(min(others) / own)
+    of = [cell for cell in alone if cell.scheme == "FP8_DYNAMIC"]
+    ratios = [best / own for own, best in filter(None, map(product_alone, of))]
     yield from _share("FP8 by rows, product alone: never below the best of torch and CUTLASS", ratios, 1)
 
 

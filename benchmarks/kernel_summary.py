@@ -23,6 +23,8 @@ Results = dict[str, Any]
 HUMMING = "humming"
 PACKAGE = "humming-kernels"
 WITHIN = 1.05
+CODE_LIBRARIES = ("torch", "cutlass")
+"""Those that multiply codes which another kernel made."""
 _NOT_CALLS = ("_product_us", "_other_ways_us")
 
 
@@ -181,13 +183,19 @@ def choices(cells: Sequence[Cell]) -> Iterator[str]:
 
 def products(cells: Sequence[Cell]) -> Iterator[str]:
     """Products of codes alone beside the best of the libraries that multiply codes which another kernel made."""
-    for cell in cells:
-        own = cell.us(f"{cell.kernel}_product")
-        others = [us for name in ("torch", "cutlass") if (us := cell.us(f"{name}_product")) is not None]
-        if own is not None and others:
-            yield f"product alone, {_place(cell)}: best library {min(others):.1f}, {cell.kernel} {own:.1f}" + (
-                " SLOWER" if own > min(others) else ""
-            )
+    for scheme in dict.fromkeys(cell.scheme for cell in cells):
+        of = [(cell, *pair) for cell in cells if cell.scheme == scheme and (pair := product_alone(cell)) is not None]
+        if of:
+            slower = [f"{_place(cell)} {own:.1f} for {best:.1f}" for cell, own, best in of if own > best]
+            yield f"product alone, {scheme}: no slower than the best library in {len(of) - len(slower)} of {len(of)}"
+            yield from (f"  slower: {text}" for text in slower)
+
+
+def product_alone(cell: Cell) -> tuple[float, float] | None:
+    """Microseconds of the chosen kernel's product of codes, and of the best library's, where both were timed."""
+    own = cell.us(f"{cell.kernel}_product")
+    others = [us for name in CODE_LIBRARIES if (us := cell.us(f"{name}_product")) is not None]
+    return None if own is None or not others else (own, min(others))
 
 
 def _place(cell: Cell) -> str:
