@@ -21,7 +21,7 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear.fragment_cuts import cut_by_table, cut_for
 from fewbit.kernels.linear.tile_plans import plan_by_table, plan_for
 from fewbit.kernels.registry import linear_kernels
-from fewbit.kernels.tuned.measure import call_time_us, copies_of
+from fewbit.kernels.tuned.measure import FEWEST_COPIES, Call, call_time_us, copies_of
 from fewbit.kernels.tuned.tune import copied, inputs, random_layer
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import PRESETS
@@ -29,6 +29,7 @@ from fewbit.spec.presets import PRESETS
 BF16 = "bf16"
 CHOSEN = ((plan_for, plan_by_table), (cut_for, cut_by_table))
 """Where operations take the way to run a product from, and what they take it by."""
+MANY_ROWS = 512
 PRODUCT_ALONE = ("FP8_DYNAMIC", "W8A8")
 """Schemes whose rivals multiply codes that another kernel made."""
 TOLERANCE = {"keeps": 0.02, "drops": 0.01}
@@ -72,6 +73,12 @@ class Layer:
         return f"{self.scheme} K={self.columns} N={self.rows}"
 
 
+def _time_us(layer: Layer, tokens: int, calls: Sequence[Call]) -> float:
+    """Median microseconds of a call; of long ones few are enough, whose results fill the cache as well."""
+    many = len(calls) if tokens < MANY_ROWS else FEWEST_COPIES
+    return call_time_us(calls[:many], layer.device)
+
+
 def bf16_column(layer: Layer, ladder: Sequence[int]) -> Figures:
     """`F.linear` in bf16."""
     shape = (layer.rows, layer.columns)
@@ -82,7 +89,7 @@ def bf16_column(layer: Layer, ladder: Sequence[int]) -> Figures:
     found: Figures = {}
     for tokens in ladder:
         x = inputs(layer.request, tokens, layer.device)
-        us = call_time_us([partial(torch.nn.functional.linear, x, weight) for weight in weights], layer.device)
+        us = _time_us(layer, tokens, [partial(torch.nn.functional.linear, x, weight) for weight in weights])
         found[tokens] = {f"{BF16}_us": us}
     return found
 
@@ -93,9 +100,7 @@ def rival_column(layer: Layer, ladder: Sequence[int], name: str, folder: Path | 
     found: Figures = {tokens: {} for tokens in ladder}
     for figure, calls in figures.items():
         for tokens in ladder:
-            found[tokens][f"{figure}_us"] = call_time_us(
-                calls(inputs(layer.request, tokens, layer.device)), layer.device
-            )
+            found[tokens][f"{figure}_us"] = _time_us(layer, tokens, calls(inputs(layer.request, tokens, layer.device)))
     return found
 
 
@@ -124,18 +129,23 @@ def kernel_column(layer: Layer, ladder: Sequence[int], name: str) -> Figures:
         error = ((calls[0]().float() - expected).norm() / expected.norm()).item()
         limit = TOLERANCE["drops" if kernel.weight_only else "keeps"]
         assert error < limit, f"{name} is off by {error:.4f} at {layer} M={tokens}"
-        found[tokens] = {f"{name}_us": call_time_us(calls, layer.device), f"{name}_error": error}
+        found[tokens] = {f"{name}_us": _time_us(layer, tokens, calls), f"{name}_error": error}
         if layer.scheme in PRODUCT_ALONE and layer.device == "cuda" and not kernel.weight_only:
             with rounded_before():
-                found[tokens][f"{name}_product_us"] = call_time_us(calls, layer.device)
-        others = [call_time_us(calls, layer.device) for _ in other_ways(kernel, calls, ladder, tokens)]
+                found[tokens][f"{name}_product_us"] = _time_us(layer, tokens, calls)
+        others = [_time_us(layer, tokens, calls) for _ in other_ways(kernel, calls, ladder, tokens)]
         if others:
             found[tokens][f"{name}_other_ways_us"] = min(others)
     return found
 
 
-def run_once(layer: Layer, ladder: Sequence[int], name: str) -> None:
+def run_once(layer: Layer, ladder: Sequence[int], name: str, is_rival: bool) -> None:
     """Runs a kernel at every number of rows, in every way that it is timed in, so that its programs are compiled."""
+    if is_rival:
+        for calls in Rivals(None).layer(name, layer.scheme, layer.columns, layer.rows, 1).values():
+            for tokens in ladder:
+                calls(inputs(layer.request, tokens, layer.device))[0]()
+        return
     kernel, request = linear_kernels()[name], layer.request
     weight = kernel.prepare(random_layer(request, layer.device), request)
     for tokens in ladder:

@@ -22,13 +22,13 @@ from typing import Annotated, Any
 
 import typer
 from kernel_columns import BF16, Figures, Layer, bf16_column, kernel_column, rival_column, run_once
-from kernel_summary import Results, costs_of, summary
+from kernel_summary import HUMMING, Results, costs_of, summary
 from kernel_tables import tables
 from kernel_worker import Failed, Worker, ahead
 from rivals import names_at_hand
 
 from fewbit.kernels.probe import default_device, installed, this_machine
-from fewbit.kernels.registry import choose_kernel, linear_kernels
+from fewbit.kernels.registry import choose_kernel
 from fewbit.kernels.tuned.table import Table, name_of, with_costs
 from fewbit.kernels.tuned.tune import LADDER
 
@@ -69,17 +69,23 @@ class Run:
         """Compiles what the layers need; one shape after the other, so that what they share is there already."""
         begin, shapes = time.monotonic(), list(dict.fromkeys((layer.columns, layer.rows) for layer in layers))
         by_shape = sorted(layers, key=lambda layer: shapes.index((layer.columns, layer.rows)))
-        jobs = [(layer, tuple(self.ladder), name) for layer in by_shape for name in takers(layer)]
+        jobs = [(layer, tuple(self.ladder), name, False) for layer in by_shape for name in takers(layer)]
+        jobs += [
+            (layer, tuple(self.ladder), name, True)
+            for layer in by_shape
+            for name in self.rivals(layer)
+            if name == HUMMING
+        ]
         failures = ahead(run_once, jobs, self.seconds_left * AHEAD_SHARE)
         print(f"{len(jobs)} kernels of layers compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        for (layer, _, name), failure in failures.items():
+        for (layer, _, name, _), failure in failures.items():
             print(f"  not {name} of {layer}: {failure.reason}", flush=True)
 
     def measure(self, layers: list[Layer]) -> None:
         """Times layer after layer while there is time for one more."""
         worker = Worker()
         for layer in layers:
-            if self.seconds_left < 1.2 * self.longest_s:
+            if self.seconds_left < self.longest_s:
                 self.not_run.append(str(layer))
                 continue
             begin = time.monotonic()
@@ -93,16 +99,17 @@ class Run:
         shape = {"scheme": layer.scheme, "K": layer.columns, "N": layer.rows}
         chosen = choose_kernel(layer.request, this_machine(layer.device)).kernel.name
         lines = {tokens: {**shape, "M": tokens, "chosen": chosen} for tokens in self.ladder}
-        kernels = takers(layer)
-        others = [name for name in names_at_hand(layer.scheme, self.folder) if name not in kernels]
-        for name in (BF16, *kernels, *others):
+        kernels, took = takers(layer), list[str]()
+        for name in (BF16, *kernels, *self.rivals(layer)):
             if (layer.scheme, name) in self.left_out:
                 continue
             function: Any = bf16_column if name == BF16 else kernel_column if name in kernels else rival_column
             rest = () if name == BF16 else (name,) if name in kernels else (name, self.folder)
+            begin = time.monotonic()
             found: Figures | Failed = worker(
                 min(COLUMN_LIMIT_S, self.seconds_left), function, layer, self.ladder, *rest
             )
+            took.append(f"{name} {time.monotonic() - begin:.1f}")
             if isinstance(found, Failed):
                 self.left_out.add((layer.scheme, name))
                 self.failed.append(f"{name} of {layer}: {found.reason}")
@@ -113,7 +120,13 @@ class Run:
         for line in lines.values():
             times = ", ".join(f"{figure[:-3]} {value:.1f}" for figure, value in line.items() if figure.endswith("_us"))
             print(f"{layer} M={line['M']}: {times}", flush=True)
+        print(f"{layer} took seconds: {', '.join(took)}", flush=True)
         self.lines += lines.values()
+
+    def rivals(self, layer: Layer) -> list[str]:
+        """Those that are at hand and are no kernels of fewbit's for the layer too."""
+        kernels = takers(layer)
+        return [name for name in names_at_hand(layer.scheme, self.folder) if name not in kernels]
 
     def write(self) -> None:
         """Writes what there is, a line to each line."""
@@ -123,12 +136,13 @@ class Run:
 
 
 def takers(layer: Layer) -> list[str]:
-    """The kernels that take a layer here."""
-    hardware = this_machine(layer.device)
+    """The kernels that take a layer here, of the class of numerics that is chosen from."""
+    choice = choose_kernel(layer.request, this_machine(layer.device))
+    admitted = [verdict for verdict in choice.verdicts if verdict.refusal is None]
     return [
-        kernel.name
-        for kernel in linear_kernels().values()
-        if not kernel.reference and kernel.refuse(layer.request, hardware) is None
+        verdict.kernel.name
+        for verdict in admitted
+        if verdict.numerics is choice.numerics and not verdict.kernel.reference
     ]
 
 
