@@ -58,8 +58,6 @@ class _FlashInfer(LinearKernel):
         return Refusal.first(self._obstacles(request, hardware))
 
     def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-        if PACKAGE not in hardware.software:
-            yield f"{PACKAGE} is not installed"
         yield from block_scaled_obstacles(request, hardware, self.kinds, QUANTA)
         if not self.lowest <= hardware.capability <= self.highest:
             found = f"{hardware.name} has {hardware.capability / 10}"
@@ -67,6 +65,8 @@ class _FlashInfer(LinearKernel):
         for axis, extent in (("N", request.rows), ("K", request.columns)):
             if extent < LEAST:
                 yield f"{axis} must be at least {LEAST}, found {extent}"
+        if PACKAGE not in hardware.software:
+            yield f"{PACKAGE} is not installed"
         if request.batch_invariant:
             yield "the same bits at every M are asked for, and FlashInfer chooses its product by M"
 
