@@ -18,17 +18,14 @@ import torch
 from rivals import Rivals
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
-from fewbit.kernels.linear.fragment_cuts import cut_by_table, cut_for
-from fewbit.kernels.linear.tile_plans import plan_by_table, plan_for
 from fewbit.kernels.registry import linear_kernels
+from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.measure import FEWEST_COPIES, Call, call_time_us, copies_of
 from fewbit.kernels.tuned.tune import copied, inputs, random_layer
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import PRESETS
 
 BF16 = "bf16"
-CHOSEN = ((plan_for, plan_by_table), (cut_for, cut_by_table))
-"""Where operations take the way to run a product from, and what they take it by."""
 MANY_ROWS = 512
 PRODUCT_ALONE = ("FP8_DYNAMIC", "W8A8")
 """Schemes whose rivals multiply codes that another kernel made."""
@@ -179,13 +176,13 @@ def _ways(call: Any, tokens: int) -> list[object]:
 def _as_at(tokens: int, noted: list[object]) -> Iterator[None]:
     """Meanwhile products run as at so many rows, and the ways are noted."""
 
-    def choose(layout: Any, _tokens: int, device: str, by: Any) -> Any:
-        noted.append(by(layout, tokens, device))
+    def choose(layout: Any, _tokens: int, device: str, usual: Any) -> Any:
+        noted.append(usual(layout, tokens, device))
         return noted[-1]
 
     with ExitStack() as stack:
-        for chosen, by in CHOSEN:
-            stack.enter_context(chosen.by(partial(choose, by=by)))
+        for chosen in Chosen.every:
+            stack.enter_context(chosen.by(partial(choose, usual=chosen.usual)))
         yield
 
 

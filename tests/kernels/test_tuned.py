@@ -14,12 +14,13 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import FragmentLayout
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
-from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
+from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table, plan_for
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import choose_kernel, linear_kernels
 from fewbit.kernels.select import Preference
 from fewbit.kernels.tuned.candidates import candidates
+from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.cuts import cut_candidates
 from fewbit.kernels.tuned.layouts import layout_costs
 from fewbit.kernels.tuned.session import tune_layers
@@ -203,3 +204,13 @@ def test_a_session_writes_what_it_measured_and_keeps_the_rest(tmp_path: Path) ->
     assert Table.read(path) == second
     assert len(second.costs) == 3
     assert len(said) == 3
+
+
+def test_every_choice_is_known_by_what_it_usually_chooses() -> None:
+    layout = layout_of(LinearRequest(KEYS["W4A16"], 4096, 4096))
+    assert layout is not None
+    assert {plan_for, cut_for} <= {*Chosen.every}
+    assert plan_for.usual(layout, 1, "NVIDIA H200") == plan_by_table(layout, 1, "NVIDIA H200")
+    with plan_for.by(lambda *_: Plan()):
+        assert plan_for(layout, 1, "NVIDIA H200") == Plan()
+        assert plan_for.usual(layout, 1, "NVIDIA H200") != Plan()
