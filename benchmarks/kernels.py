@@ -70,12 +70,9 @@ class Run:
         begin, shapes = time.monotonic(), list(dict.fromkeys((layer.columns, layer.rows) for layer in layers))
         by_shape = sorted(layers, key=lambda layer: shapes.index((layer.columns, layer.rows)))
         jobs = [(layer, tuple(self.ladder), name, False) for layer in by_shape for name in takers(layer)]
-        jobs += [
-            (layer, tuple(self.ladder), name, True)
-            for layer in by_shape
-            for name in self.rivals(layer)
-            if name == HUMMING
-        ]
+        jobs += [(layer, tuple(self.ladder), name, True) for layer in by_shape for name in self.rivals(layer)]
+        jobs = [job for job in jobs if job[2] == HUMMING or not job[3]]  # the others are compiled already
+        jobs.sort(key=lambda job: job[2] != HUMMING)  # what takes longest first
         failures = ahead(run_once, jobs, self.seconds_left * AHEAD_SHARE)
         print(f"{len(jobs)} kernels of layers compiled in {time.monotonic() - begin:.0f} s", flush=True)
         for (layer, _, name, _), failure in failures.items():
