@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fewbit.kernels.probe import this_machine
 from fewbit.kernels.tuned.table import Table, with_costs
 from fewbit.spec import DEVICES
 
@@ -135,3 +138,21 @@ def test_jobs_that_run_ahead_are_told_where_they_fail(module) -> None:
     assert list(found) == [("x",)]
     assert found["x",].reason.startswith("ValueError")
     assert ahead(time.sleep, [(60,)], 0.2) == {(60,): failed("not in time")}
+
+
+def test_a_run_on_this_machine_writes_lines_and_costs(module, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    if not torch.cuda.is_available() and not this_machine("cpu").has("avx2"):
+        pytest.skip("This machine has no GPU and its CPU no AVX2, so no kernel would be measured.")
+    output, table = tmp_path / "run.json", tmp_path / "table.json"
+    Table("some device", "", {}).write(table)
+    module("kernels").main(["W4A16"], ["128x64"], [2, 1], None, 120, None, output, table, False)
+    said, results = capsys.readouterr().out, json.loads(output.read_text(encoding="utf-8"))
+    assert [(line["K"], line["N"], line["M"]) for line in results["lines"]] == [(128, 64, 1), (128, 64, 2)]
+    assert (results["failed"], results["not_run"]) == ([], [])
+    assert all(line["bf16_us"] > 0 and line[f"{line['chosen']}_us"] > 0 for line in results["lines"])
+    assert [entry["M"] for entry in Table.read(table).costs] == [1, 2]
+    assert "bf16 over fewbit, sum of layers: 1: " in said
+    module("kernels").main(read=output, markdown=True)
+    assert "| K x N |  | 1 | 2 |" in capsys.readouterr().out
+    module("kernels").main(["W4A16"], ["128x64"], [1], seconds=0)
+    assert "not run: W4A16 K=128 N=64" in capsys.readouterr().out
