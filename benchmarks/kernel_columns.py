@@ -25,7 +25,7 @@ from fewbit.kernels.tuned.tune import copied, inputs, random_layer
 from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import PRESETS
 
-BF16 = "bf16"
+BF16, HUMMING = "bf16", "humming"
 MANY_ROWS = 512
 PRODUCT_ALONE = ("FP8_DYNAMIC", "W8A8")
 """Schemes whose rivals multiply codes that another kernel made."""
@@ -106,8 +106,11 @@ def _rivals(folder: Path | None) -> Rivals:
     return Rivals(folder)
 
 
-def kernel_column(layer: Layer, ladder: Sequence[int], name: str) -> Figures:
+def kernel_column(layer: Layer, ladder: Sequence[int], name: str, whole: Sequence[int]) -> Figures:
     """A kernel of fewbit.
+
+    Args:
+        whole: all numbers of rows, of which the ladder may be a part.
 
     Raises:
         AssertionError: it is wrong.
@@ -127,10 +130,10 @@ def kernel_column(layer: Layer, ladder: Sequence[int], name: str) -> Figures:
         limit = TOLERANCE["drops" if kernel.weight_only else "keeps"]
         assert error < limit, f"{name} is off by {error:.4f} at {layer} M={tokens}"
         found[tokens] = {f"{name}_us": _time_us(layer, tokens, calls), f"{name}_error": error}
-        if layer.scheme in PRODUCT_ALONE and layer.device == "cuda" and not kernel.weight_only:
+        if layer.scheme in PRODUCT_ALONE and layer.device == "cuda" and name != HUMMING:
             with rounded_before():
                 found[tokens][f"{name}_product_us"] = _time_us(layer, tokens, calls)
-        others = [_time_us(layer, tokens, calls) for _ in other_ways(kernel, calls, ladder, tokens)]
+        others = [_time_us(layer, tokens, calls) for _ in other_ways(kernel, calls, whole, tokens)]
         if others:
             found[tokens][f"{name}_other_ways_us"] = min(others)
     return found
@@ -159,7 +162,7 @@ def other_ways(kernel: LinearKernel, calls: Any, ladder: Sequence[int], tokens: 
     """Meanwhile the kernel runs as at the next smaller or larger number of rows, where that is another way."""
     place = list(ladder).index(tokens)
     for other in [*ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2]]:
-        if kernel.name != "humming" and _ways(calls[0], tokens) != _ways(calls[0], other):
+        if kernel.name != HUMMING and _ways(calls[0], tokens) != _ways(calls[0], other):
             with _as_at(other, []):
                 yield other
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernel_columns import BF16, Layer
+from kernel_columns import BF16, HUMMING, Layer
 
 from fewbit.kernels.not_built import not_built
 from fewbit.kernels.registry import linear_kernels
@@ -20,7 +20,6 @@ from fewbit.spec.hardware import DEVICES, Hardware
 
 Results = dict[str, Any]
 """`machine`, `lines`, and what `failed` or was `not_run`, as `kernels.py` writes them."""
-HUMMING = "humming"
 PACKAGE = "humming-kernels"
 WITHIN = 1.05
 CODE_LIBRARIES = ("torch", "cutlass")

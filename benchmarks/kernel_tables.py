@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kernel_aims import aims
-from kernel_columns import BF16
-from kernel_summary import HUMMING, Cell, Results, cells_of, rivals_of
+from kernel_columns import BF16, HUMMING
+from kernel_summary import Cell, Results, cells_of, rivals_of
 
 PLAIN = "fewbit"
 Figure = Callable[[Cell], float | None]

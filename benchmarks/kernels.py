@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kernel_columns import BF16, Figures, Layer, bf16_column, kernel_column, rival_column, run_once
-from kernel_summary import HUMMING, Results, costs_of, summary
+from kernel_columns import BF16, HUMMING, MANY_ROWS, Figures, Layer, bf16_column, kernel_column, rival_column, run_once
+from kernel_summary import Results, costs_of, summary
 from kernel_tables import tables
 from kernel_worker import Failed, Worker, ahead
 from rivals import names_at_hand
@@ -44,18 +44,25 @@ AHEAD_SHARE = 0.4
 
 @dataclass
 class Run:
-    """What was measured so far, and where it is written."""
+    """What was measured so far, and where it is written.
+
+    Attributes:
+        figures: layer and rows of x -> its line of the table.
+        not_run: what time ran out on before it was timed once.
+        left_out: columns of schemes that failed.
+    """
 
     machine: dict[str, Any]
     ladder: list[int]
     folder: Path | None
     output: Path | None
     end: float
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[tuple[Layer, int], dict[str, Any]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     left_out: set[tuple[str, str]] = field(default_factory=set)
-    longest_s: float = 0.0
+    longest_s: dict[bool, float] = field(default_factory=dict)
+    rounds: int = 0
 
     @property
     def seconds_left(self) -> float:
@@ -63,7 +70,8 @@ class Run:
 
     @property
     def results(self) -> Results:
-        return {"machine": self.machine, "failed": self.failed, "not_run": self.not_run, "lines": self.lines}
+        told = {"failed": self.failed, "not_run": self.not_run, "whole_rounds": self.rounds}
+        return {"machine": self.machine, **told, "lines": list(self.figures.values())}
 
     def compile_ahead(self, layers: list[Layer]) -> None:
         """Compiles what the layers need; one shape after the other, so that what they share is there already."""
@@ -78,50 +86,64 @@ class Run:
         for (layer, _, name, _), failure in failures.items():
             print(f"  not {name} of {layer}: {failure.reason}", flush=True)
 
-    def measure(self, layers: list[Layer]) -> None:
-        """Times layer after layer while there is time for one more."""
+    def measure(self, layers: list[Layer], rounds: int) -> None:
+        """Times all layers, round after round, while there is time.
+
+        Few rows first, of all layers, then many: after seconds of large products the clock is low for a while.
+        """
         worker = Worker()
-        for layer in layers:
-            if self.seconds_left < self.longest_s:
-                self.not_run.append(str(layer))
-                continue
-            begin = time.monotonic()
-            self._layer(worker, layer)
-            self.longest_s = max(self.longest_s, time.monotonic() - begin)
-            self.write()
+        for turn in range(rounds):
+            for are_many in (False, True):
+                ladder = [tokens for tokens in self.ladder if (tokens >= MANY_ROWS) == are_many]
+                for layer in layers if ladder else ():
+                    begin = time.monotonic()
+                    enough = self.seconds_left > self.longest_s.get(are_many, 0)
+                    if not (enough and self._layer(worker, layer, ladder)):
+                        self.not_run += [] if turn else [f"{layer} M={ladder[0]} to {ladder[-1]}"]
+                        continue
+                    took = time.monotonic() - begin
+                    self.longest_s[are_many] = max(self.longest_s.get(are_many, 0), took)
+                    self.write()
+            self.rounds += int(self.seconds_left > 0)
         worker.stop()
         self.write()
 
-    def _layer(self, worker: Worker, layer: Layer) -> None:
-        shape = {"scheme": layer.scheme, "K": layer.columns, "N": layer.rows}
-        chosen = choose_kernel(layer.request, this_machine(layer.device)).kernel.name
-        lines = {tokens: {**shape, "M": tokens, "chosen": chosen} for tokens in self.ladder}
-        kernels, took = takers(layer), list[str]()
+    def _layer(self, worker: Worker, layer: Layer, ladder: list[int]) -> bool:
+        """Times every column; whether there was time for all."""
+        kernels, took, lines = takers(layer), list[str](), dict[int, dict[str, float]]()
         for name in (BF16, *kernels, *self.rivals(layer)):
             if (layer.scheme, name) in self.left_out:
                 continue
             function: Any = bf16_column if name == BF16 else kernel_column if name in kernels else rival_column
-            rest = () if name == BF16 else (name,) if name in kernels else (name, self.folder)
+            rest = () if name == BF16 else (name, self.ladder) if name in kernels else (name, self.folder)
             begin = time.monotonic()
-            found: Figures | Failed = worker(
-                min(COLUMN_LIMIT_S, self.seconds_left), function, layer, self.ladder, *rest
-            )
+            limit = min(COLUMN_LIMIT_S, self.seconds_left)
+            found: Figures | Failed = worker(limit, function, layer, ladder, *rest)
             took.append(f"{name} {time.monotonic() - begin:.1f}")
             if isinstance(found, Failed) and self.seconds_left < 1:
-                self.not_run.append(f"{layer} (begun)")
-                return
+                return False
             if isinstance(found, Failed):
                 self.left_out.add((layer.scheme, name))
                 self.failed.append(f"{name} of {layer}: {found.reason}")
                 print(f"FAILED and left out of {layer.scheme}: {self.failed[-1]}", flush=True)
                 continue
             for tokens, figures in found.items():
-                lines[tokens] |= {figure: float(f"{value:.4g}") for figure, value in figures.items()}
-        for line in lines.values():
-            times = ", ".join(f"{figure[:-3]} {value:.1f}" for figure, value in line.items() if figure.endswith("_us"))
-            print(f"{layer} M={line['M']}: {times}", flush=True)
+                lines.setdefault(tokens, {}).update(figures)
+        for tokens, figures in lines.items():
+            print(f"{layer} M={tokens}: {_told(self._kept(layer, tokens, figures))}", flush=True)
         print(f"{layer} took seconds: {', '.join(took)}", flush=True)
-        self.lines += lines.values()
+        return True
+
+    def _kept(self, layer: Layer, tokens: int, figures: dict[str, float]) -> dict[str, Any]:
+        """Adds figures of a round to a line: the shortest time of all rounds, and the largest error."""
+        line = self.figures.setdefault((layer, tokens), {})
+        if not line:
+            chosen = choose_kernel(layer.request, this_machine(layer.device)).kernel.name
+            line |= {"scheme": layer.scheme, "K": layer.columns, "N": layer.rows, "M": tokens, "chosen": chosen}
+        for figure, value in figures.items():
+            better = min if figure.endswith("_us") else max
+            line[figure] = float(f"{better(value, line.get(figure, value)):.4g}")
+        return line
 
     def rivals(self, layer: Layer) -> list[str]:
         """Those that are at hand and are no kernels of fewbit's for the layer too."""
@@ -133,6 +155,10 @@ class Run:
         if self.output:
             text = json.dumps(self.results).replace('{"scheme"', '\n{"scheme"')
             self.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _told(line: dict[str, Any]) -> str:
+    return ", ".join(f"{figure[:-3]} {value:.1f}" for figure, value in line.items() if figure.endswith("_us"))
 
 
 def takers(layer: Layer) -> list[str]:
@@ -148,7 +174,7 @@ def takers(layer: Layer) -> list[str]:
 
 def measured(
     schemes: list[str], shapes: list[tuple[int, int]], ladder: list[int], rivals: Path | None, seconds: float,
-    output: Path | None, device: str,
+    rounds: int, output: Path | None, device: str,
 ) -> Results:  # fmt: skip
     """Times every kernel that takes each scheme on this machine."""
     hardware = this_machine(device)
@@ -160,7 +186,7 @@ def measured(
     layers = [Layer(scheme, rows, columns, device) for scheme in schemes for columns, rows in shapes]
     run = Run(machine, ladder, rivals, output, time.monotonic() + seconds)
     run.compile_ahead(layers)
-    run.measure(layers)
+    run.measure(layers, rounds)
     return run.results
 
 
@@ -170,6 +196,7 @@ def main(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of x to time; the ladder of `fewbit tune`.")] = None,
     rivals: Annotated[Path | None, typer.Option(help="Folder of vLLM's compiled kernels, see rivals.py.")] = None,
     seconds: Annotated[float, typer.Option(help="End by then; what was not run is named.")] = 1200,
+    rounds: Annotated[int, typer.Option(help="Time everything so many times; the shortest time counts.")] = 2,
     read: Annotated[Path | None, typer.Option(help="Take results from this file instead of measuring.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write results as JSON here.")] = None,
     costs: Annotated[Path | None, typer.Option(help="Put the run's costs into this table.")] = None,
@@ -180,15 +207,9 @@ def main(
         results: Results = json.loads(read.read_text(encoding="utf-8"))
     else:
         shapes = [tuple(map(int, one.split("x"))) for one in shape or []]
-        results = measured(
-            scheme or list(SCHEMES),
-            shapes or list(LLAMA_3_8B),
-            sorted(rows or LADDER),
-            rivals,
-            seconds,
-            output,
-            default_device(),
-        )
+        schemes, ladder = scheme or list(SCHEMES), sorted(rows or LADDER)
+        device = default_device()
+        results = measured(schemes, shapes or list(LLAMA_3_8B), ladder, rivals, seconds, rounds, output, device)
     for line in tables(results) if markdown else summary(results):
         print(line)
     if costs:

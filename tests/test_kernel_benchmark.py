@@ -145,14 +145,14 @@ def test_a_run_on_this_machine_writes_lines_and_costs(module, tmp_path: Path, ca
         pytest.skip("This machine has no GPU and its CPU no AVX2, so no kernel would be measured.")
     output, table = tmp_path / "run.json", tmp_path / "table.json"
     Table("some device", "", {}).write(table)
-    module("kernels").main(["W4A16"], ["128x64"], [2, 1], None, 120, None, output, table, False)
+    module("kernels").main(["W4A16"], ["128x64"], [2, 1], None, 120, 2, None, output, table, False)
     said, results = capsys.readouterr().out, json.loads(output.read_text(encoding="utf-8"))
     assert [(line["K"], line["N"], line["M"]) for line in results["lines"]] == [(128, 64, 1), (128, 64, 2)]
-    assert (results["failed"], results["not_run"]) == ([], [])
+    assert (results["failed"], results["not_run"], results["whole_rounds"]) == ([], [], 2)
     assert all(line["bf16_us"] > 0 and line[f"{line['chosen']}_us"] > 0 for line in results["lines"])
     assert [entry["M"] for entry in Table.read(table).costs] == [1, 2]
     assert "bf16 over fewbit, sum of layers: 1: " in said
     module("kernels").main(read=output, markdown=True)
     assert "| K x N |  | 1 | 2 |" in capsys.readouterr().out
     module("kernels").main(["W4A16"], ["128x64"], [1], seconds=0)
-    assert "not run: W4A16 K=128 N=64" in capsys.readouterr().out
+    assert "not run: W4A16 K=128 N=64 M=1 to 1" in capsys.readouterr().out
