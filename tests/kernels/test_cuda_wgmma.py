@@ -139,10 +139,14 @@ def test_digits_of_x_meet_the_codes_of_their_input_features(seed: int, power: in
     record = layer(KEYS["W4A16 channel"], ROWS, DEPTH)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
     assert layout is not None
-    x = (torch.randn(DEPTH, generator=generator) * torch.randn(DEPTH, generator=generator).exp() * 2.0**power).bfloat16()
+    x = (
+        torch.randn(DEPTH, generator=generator) * torch.randn(DEPTH, generator=generator).exp() * 2.0**power
+    ).bfloat16()
     exponent = int(x.abs().max().float().view(torch.int32)) >> 23
     numbers = torch.round(x.double() * 2.0 ** (127 + 21 - exponent)).long()
-    assert (numbers.double() * 2.0 ** (exponent - 127 - 21) - x.double()).abs().max() <= x.double().abs().max() * 2.0**-22
+    assert (
+        numbers.double() * 2.0 ** (exponent - 127 - 21) - x.double()
+    ).abs().max() <= x.double().abs().max() * 2.0**-22
     above = numbers + 128 >> 8
     digits = ((numbers + 0x8080) ^ 0x8080) >> torch.tensor([[16], [8], [0]]) & 0xFF
     digits = torch.where(digits < 128, digits, digits - 256)
