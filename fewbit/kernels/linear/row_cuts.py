@@ -86,9 +86,9 @@ def row_cut_by_rule(layout: FragmentLayout, tokens: int) -> RowCut | None:
         return None
     for cluster in (1, 2, 4, 8):
         each = _tiles_of_block(layout, cluster)
-        fewest = each if each <= 4 else 2
-        tiles = next(count for count in range(fewest, _MOST_TILES + 1) if -(-each // count) <= MOST_WARPS)
-        cut = _cut(layout, tokens, tiles, -(-each // tiles), MOST_WARPS, cluster)
+        counts = [count for count in (2, 3, 4, 1, 5, 6, 7, 8) if count <= each <= count * MOST_WARPS]
+        tiles = min(counts, key=lambda count: -each % count, default=_MOST_TILES)
+        cut = _cut(layout, tokens, tiles, min(MOST_WARPS, -(-each // tiles)), MOST_WARPS, cluster)
         if cut is not None and cut.stages * cut.tiles >= min(2, cut.tiles * _turns(layout, cut)):
             return cut
     return None
