@@ -88,7 +88,7 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
 
 def stream_of(tensor: Tensor) -> int:
     """The handle of torch's current stream on the tensor's device."""
-    return int(torch.cuda.currentstream_of(tensor.device).cuda_stream)
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 @cache
