@@ -6,6 +6,7 @@ import ctypes
 import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
+from fewbit.kernels.cuda import few_rows
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
 from fewbit.kernels.cuda.few_rows import RowProblem
 from fewbit.kernels.cuda.products import Problem
@@ -257,6 +259,29 @@ def test_the_launcher_and_the_kernel_mean_the_same_struct(source: str, struct: t
     assert names == [name for name, _ in struct._fields_]
     pointers = sum(kind is ctypes.c_void_p for _, kind in struct._fields_)
     assert ctypes.sizeof(struct) == pointers * 8 + (len(names) - pointers + 1) // 2 * 8
+
+
+def test_a_launch_names_what_the_kernel_of_few_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, RowProblem, int]] = []
+
+    def launch(blocks: int, arguments: ctypes.Array, stream: int) -> None:
+        problem = RowProblem.from_buffer_copy(RowProblem.from_address(arguments[0]))
+        launched.append((blocks, problem, stream))
+
+    monkeypatch.setattr(few_rows, "_product", lambda *_: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    layout = FragmentLayout(1001, 1096, 128, "bf16", 8, False, "bf16")
+    weight, bias = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(1001).bfloat16()
+    cut = row_cut_by_rule(layout, 3)
+    assert cut is not None
+    x = torch.zeros(3 * 1096 + 1).bfloat16()[1:].view(3, 1096)  # the kernel takes rows of 16 bytes at multiples of 16
+    y = few_rows.multiply(x, weight, bias, layout, cut)
+    assert (y.shape, y.dtype, y.is_contiguous()) == ((3, 1001), torch.bfloat16, True)
+    ((blocks, problem, stream),) = launched
+    assert (blocks, stream) == (cut.launched(layout), 7)
+    assert (problem.weight, problem.bias, problem.x % 16) == (weight.data_ptr(), bias.data_ptr(), 0)
+    numbers = (problem.tokens, problem.rows, problem.columns, problem.stride, problem.tiles, problem.depths)
+    assert numbers == (3, 1001, 1096, 1002, 64, 9)
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:
