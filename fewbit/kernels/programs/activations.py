@@ -7,6 +7,8 @@ float at the end is exact. The numbers of E4M3, of E2M1 and of integers of up to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +20,6 @@ from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.programs.device import INTERPRETED, chains
 from fewbit.spec.element import F32
 
-GROUPED_BLOCK = 1024
 _CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 
@@ -52,74 +53,123 @@ def quantized(
     zero = None if rounding.symmetric else static.get("input_zero_point")
     if zero is None and not rounding.symmetric:
         zero = torch.empty_like(scales)
-    whole_rows = not grouped or (producer is not None and producer.kind == "normed")
-    block = max(rounding.group, triton.next_power_of_2(width)) if whole_rows else GROUPED_BLOCK
+    shape = shape_of(rounding, tokens, width, producer.kind if producer else "plain")
     chained = chains(x.device)
     constants = {"launch_pdl": True} if chained else {}
     other = x if producer is None else producer.other
     kind, epsilon = (producer.kind, producer.epsilon) if producer else ("plain", 0.0)
-    round_rows[(tokens, triton.cdiv(width, block))](
+    round_rows[(triton.cdiv(tokens, shape.rows), triton.cdiv(width, shape.block))](
         x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon,
         codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
         PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
-        DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
-        CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
+        DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset,
+        BOUND=_bound(rounding), PADDED=width > columns, ROWS=shape.rows, BLOCK=shape.block, PIECES=shape.pieces,
+        CHAINED=chained,
+        FUSED=not INTERPRETED, num_warps=shape.warps, **constants,
     )  # fmt: skip
     return codes, scales, zero
 
 
-@triton.jit
-def quotients(numbers, scale, FUSED: tl.constexpr):
-    """numbers [R, C] / scale [R], correctly rounded.
+@dataclass(frozen=True)
+class Shape:
+    """What one program rounds: rows, numbers of each, the pieces that those under a scale are in, its warps."""
 
-    With fused multiply-adds by Markstein's steps: from a correctly rounded reciprocal, two corrections by the exact
-    remainder give the correctly rounded quotient in half the instructions of a division. Where the scale is so small
-    that a remainder would underflow, both sides are first multiplied by a power of two.
+    rows: int
+    block: int
+    pieces: int
+    warps: int
+
+
+def shape_of(rounding: Rounding, tokens: int, width: int, producer: str) -> Shape:
+    """The shape of programs for rows of so many numbers: whole ones where a scale or a norm needs them."""
+    if not rounding.group or producer == "normed":
+        block = max(rounding.group, triton.next_power_of_2(width))
+        return Shape(1, block, 1, min(16, max(1, block // 512)))
+    rows = 8 if tokens > 8 else 1
+    return Shape(rows, 512, 1, rows)
+
+
+def _bound(rounding: Rounding) -> float:
+    """What quotients are held within so that they are finite; 0 where the scale sees to it, or their rounding."""
+    sees_to_it = (rounding.dynamic and rounding.scale_kind == "f32") or rounding.scale_kind == "e8m0"
+    return 0.0 if sees_to_it or rounding.kind == "e2m1" else 4096.0
+
+
+@triton.jit
+def within(numbers, scale):
+    """Both times the power of two that keeps remainders of their division from underflowing."""
+    raised = tl.where(scale < 1e-25, 1.8446744073709552e19, tl.where(scale > 1e25, 5.421010862427522e-20, 1.0))
+    return numbers * raised, scale * raised
+
+
+@triton.jit
+def quotients(numbers, scale, BOUND: tl.constexpr, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
+    """16-bit floats / scale, correctly rounded; beyond the bound, if there is one, beyond it.
+
+    With fused multiply-adds by Markstein's step: a product with the correctly rounded reciprocal, corrected once by its
+    exact excess. That this gives the correctly rounded quotient was tried for every significand of a float32 under
+    every one of a bf16 and of an f16. Taking the excess, not the remainder, keeps the sign of a zero.
     """
-    if FUSED:
-        raised = tl.where(scale < 1e-25, 1.0633823966279327e37, 1.0)  # 2**123
-        divisor = scale * raised
-        reciprocal = tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)[:, None] + tl.zeros_like(numbers)
-        negative = tl.zeros_like(numbers) - divisor[:, None]
-        dividend = numbers * raised[:, None]
-        quotient = dividend * reciprocal
-        quotient = tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
-        return tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
+    if SCALE_KIND == "e8m0":  # a power of two has an exact reciprocal
+        exponent = scale.to(tl.int32, bitcast=True) >> 23
+        return numbers * tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    elif FUSED:
+        reciprocal = tl.div_rn(1.0 + tl.zeros_like(scale), scale)
+        quotient = numbers * reciprocal
+        if BOUND > 0:  # an infinite quotient has no excess
+            quotient = tl.minimum(tl.maximum(quotient, -BOUND), BOUND)
+        excess = tl.fma(quotient, scale + tl.zeros_like(quotient), numbers * -1.0)
+        return tl.fma(excess, reciprocal * -1.0 + tl.zeros_like(quotient), quotient)
     else:
-        return tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers))
+        return tl.div_rn(numbers, scale + tl.zeros_like(numbers))
 
 
 @triton.jit
 def nearest(numbers, KIND: tl.constexpr):
-    """Clamped numbers rounded to the element's, ties to even; zeros keep their sign."""
-    bits = numbers.to(tl.int32, bitcast=True)
+    """Clamped numbers rounded to the element's, ties to even; those of floats must not be negative."""
     if KIND == "integer":
         large = 12582912.0 + tl.zeros_like(numbers)  # 1.5 * 2**23
+        return (numbers + large) - large
     else:
-        binade = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        binade = (numbers.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         if KIND == "e4m3":
-            large = tl.maximum(binade, 0.015625) * 1572864.0  # its smallest binade, 1.5 * 2**20
+            binade = tl.maximum(binade, 0.015625)  # its smallest
+            large = 1572864.0 + tl.zeros_like(numbers)  # 1.5 * 2**20
         else:
-            large = tl.maximum(binade, 1.0) * 6291456.0  # its smallest binade, 1.5 * 2**22
-    rounded = (numbers + large) - large
-    if KIND == "integer":
-        return rounded
-    else:
-        return (rounded.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+            binade = tl.maximum(binade, 1.0)
+            large = 6291456.0 + tl.zeros_like(numbers)  # 1.5 * 2**22
+        return tl.fma(binade, large * -1.0, tl.fma(binade, large, numbers))
 
 
 @triton.jit
-def e2m1_pairs(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Bytes [ROWS, SIZE / 2] of E2M1 numbers [ROWS, SIZE]."""
+def nearest_signed(quotient, numbers, high, KIND: tl.constexpr):
+    """Quotients of numbers, clamped and rounded to a float's; zeros keep their sign.
+
+    A quotient may be NaN where it was infinite: a minimum then takes its other side, and the number has the sign.
+    """
+    magnitude = nearest(tl.minimum(tl.abs(quotient), high), KIND)
+    sign = numbers.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_pairs(numbers, UNITS: tl.constexpr, PIECES: tl.constexpr, PART: tl.constexpr):
+    """Bytes [UNITS, PIECES, PART / 2] of E2M1 numbers [UNITS, PIECES, PART]."""
     bits = numbers.to(tl.int32, bitcast=True)
     # From one on, exponent and first bit of the mantissa, counted from one; below, halves.
     magnitude = tl.where(
         (bits & 0x7FFFFFFF) >= 0x3F800000, ((bits >> 22) & 511) - 252, (tl.abs(numbers) * 2).to(tl.int32)
     )
-    first, second = tl.split(tl.reshape(((bits >> 28) & 8) | magnitude, (ROWS, SIZE // 2, 2)))
+    first, second = tl.split(tl.reshape(((bits >> 28) & 8) | magnitude, (UNITS, PIECES, PART // 2, 2)))
     return (first | (second << 4)).to(tl.uint8)
+
+
+@triton.jit
+def largest(numbers):
+    """[UNITS, 1, 1] of [UNITS, PIECES, PART]."""
+    return tl.max(tl.max(numbers, axis=1, keep_dims=True), axis=2, keep_dims=True)
 
 
 @triton.jit
@@ -165,32 +215,13 @@ def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
 def produced(
     numbers, other, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr
 ):  # fmt: skip
-    """What a producer makes of part of a row [R, C], or of all of it for a norm, each step rounded to the dtype."""
+    """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
     if PRODUCER == "gated":
         activated = numbers / (1.0 + tl.exp(-numbers))
     else:
-        mean = tl.sum(tl.sum(numbers * numbers, axis=1), axis=0) / columns
+        mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=0), axis=1), axis=0) / columns
         activated = numbers * tl.rsqrt(mean + epsilon)
     return rounded_to(rounded_to(activated, DTYPE, FUSED) * other, DTYPE, FUSED)
-
-
-@triton.jit
-def store_codes(
-    codes, rounded, row, place, width, KIND: tl.constexpr, AS_NUMBERS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Stores what numbers at `place` [BLOCK / SIZE, SIZE] of a row were rounded to, in the codes' dtype or in pairs."""
-    if KIND == "e2m1" and not AS_NUMBERS:
-        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
-        half += tl.arange(0, SIZE // 2)[None, :]
-        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
-        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
-    elif KIND == "integer" and not AS_NUMBERS:
-        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        tl.store(codes + row * width + place, stored, mask=place < width)
-    else:
-        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
 
 
 @triton.jit
@@ -198,52 +229,75 @@ def round_rows(
     x, other, x_stride, other_stride, epsilon,
     codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr,
-    CARRY: tl.constexpr, DYNAMIC: tl.constexpr,
-    ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-    FUSED: tl.constexpr,
+    CARRY: tl.constexpr, DYNAMIC: tl.constexpr, ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr,
+    BOUND: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    CHAINED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK` numbers of one row."""
+    """`BLOCK` numbers of each of `ROWS` rows, as units under one scale in pieces: [UNITS, PIECES, PART].
+
+    Units of the same group of several rows are side by side, as their scales are stored.
+    """
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = GROUP if GROUP > 0 else BLOCK
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    numbers = tl.load(x + row * x_stride + place, mask=place < columns, other=0.0).to(tl.float32)
+    PART: tl.constexpr = SIZE // PIECES
+    UNITS: tl.constexpr = ROWS * BLOCK // SIZE
+    unit = tl.arange(0, UNITS)[:, None, None]
+    row = tl.program_id(0) * ROWS + unit % ROWS
+    group = tl.program_id(1) * (BLOCK // SIZE) + unit // ROWS
+    start = row.to(tl.int64)
+    place = group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART + tl.arange(0, PART)[None, None, :]
+    read = (row < tokens) & (place < columns)
+    numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0).to(tl.float32)
     if PRODUCER != "plain":
-        factors = tl.load(other + row * other_stride + place, mask=place < columns, other=0.0).to(tl.float32)
+        factors = tl.load(other + start * other_stride + place, mask=read, other=0.0).to(tl.float32)
         numbers = produced(numbers, factors, columns, epsilon, PRODUCER, x.dtype.element_ty, FUSED)
-    factor = tl.full((BLOCK // SIZE,), 1.0, tl.float32)
-    shift = tl.zeros((BLOCK // SIZE,), tl.float32)
+    factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
+    shift = tl.zeros((UNITS, 1, 1), tl.float32)
     if GROUP > 0:
-        groups = tl.program_id(1) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
-        factor, scale = group_scales(
-            tl.max(tl.abs(numbers), axis=1), divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY
-        )
-        tl.store(scales + groups.to(tl.int64) * tokens + row, factor, mask=groups < tl.cdiv(width, GROUP))
+        extreme = largest(tl.abs(numbers))
+        factor, scale = group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY)
+        held = (row < tokens) & (group < tl.cdiv(width, GROUP))
+        tl.store(scales + group.to(tl.int64) * tokens + row, factor, mask=held)
     elif ZEROS and DYNAMIC:
-        least = tl.minimum(tl.min(numbers, axis=1), 0.0)
-        scale = float_scale(tl.maximum(tl.max(numbers, axis=1), 0.0) - least, divisor, smallest)
+        least = tl.minimum(-largest(-numbers), 0.0)
+        scale = float_scale(tl.maximum(largest(numbers), 0.0) - least, divisor, smallest)
         shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
-        tl.store(scales + row + tl.zeros_like(scale).to(tl.int32), scale)
-        tl.store(zeros + row + tl.zeros_like(scale).to(tl.int32), shift - OFFSET)
+        tl.store(scales + row, scale, mask=row < tokens)
+        tl.store(zeros + row, shift - OFFSET, mask=row < tokens)
     elif DYNAMIC:
-        scale = float_scale(tl.max(tl.abs(numbers), axis=1), divisor, smallest)
-        tl.store(scales + row + tl.zeros_like(scale).to(tl.int32), scale)
+        scale = float_scale(largest(tl.abs(numbers)), divisor, smallest)
+        tl.store(scales + row, scale, mask=row < tokens)
     else:
         scale = tl.load(scales) + tl.zeros_like(factor)
         if ZEROS:
             shift += tl.load(zeros) + OFFSET
-    quotient = quotients(numbers, scale, FUSED)
-    if ZEROS:
-        quotient += shift[:, None]
-    rounded = tl.minimum(tl.maximum(quotient, low), high)
-    if AS_NUMBERS or not (FUSED and KIND == "e4m3"):  # else the cast rounds, to the same
-        rounded = nearest(rounded, KIND)
-    if AS_NUMBERS:
-        rounded -= shift[:, None]
-        if SCALE_KIND != "f32":
-            rounded *= factor[:, None]
+    MARKSTEIN: tl.constexpr = FUSED and x.dtype.element_ty != tl.float32
+    if MARKSTEIN and SCALE_KIND != "e8m0":
+        numbers, scale = within(numbers, scale)
+    rounded = quotients(numbers, scale, BOUND, SCALE_KIND, MARKSTEIN)
+    if KIND == "integer":
+        if ZEROS:
+            rounded += shift
+        if BOUND > 0 or ZEROS:  # else their scale keeps quotients above
+            rounded = tl.maximum(rounded, low)
+        rounded = tl.minimum(rounded, high)
+        if AS_NUMBERS:
+            rounded = nearest(rounded, KIND) - shift
+        else:
+            # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+            rounded = (rounded + (12582912.0 - OFFSET)).to(tl.int32, bitcast=True)
+            if ZEROS and PADDED:
+                rounded = tl.where(place < columns, rounded, 0)
+    elif AS_NUMBERS or KIND == "e2m1" or not FUSED:  # else the cast clamps and rounds, to the same
+        rounded = nearest_signed(rounded, numbers, high, KIND)
+    if AS_NUMBERS and SCALE_KIND != "f32":
+        rounded *= factor
+    if KIND == "e2m1" and not AS_NUMBERS:
+        half = (group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART) // 2 + tl.arange(0, PART // 2)[None, None, :]
+        pairs = e2m1_pairs(rounded, UNITS, PIECES, PART)
+        tl.store(codes + start * (width // 2) + half, pairs, mask=(row < tokens) & (half < width // 2))
     else:
-        rounded = tl.where(place < columns, rounded - OFFSET, 0.0)
-    store_codes(codes, rounded, row, place, width, KIND, AS_NUMBERS, SIZE, BLOCK)
+        written = (row < tokens) & (place < width)
+        tl.store(codes + start * width + place, rounded.to(codes.dtype.element_ty), mask=written)
