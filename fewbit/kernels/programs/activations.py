@@ -74,7 +74,11 @@ def quantized(
 
 @dataclass(frozen=True)
 class Shape:
-    """What one program rounds: rows, numbers of each, the pieces that those under a scale are in, its warps."""
+    """What one program rounds: a block of numbers of each of some rows.
+
+    Attributes:
+        pieces: into how many pieces the numbers under a scale are cut, all of which one thread holds.
+    """
 
     rows: int
     block: int
@@ -84,11 +88,11 @@ class Shape:
 
 def shape_of(rounding: Rounding, tokens: int, width: int, producer: str) -> Shape:
     """The shape of programs for rows of so many numbers: whole ones where a scale or a norm needs them."""
-    if not rounding.group or producer == "normed":
+    if (not rounding.group and rounding.dynamic) or producer == "normed":
         block = max(rounding.group, triton.next_power_of_2(width))
-        return Shape(1, block, 1, min(16, max(1, block // 512)))
-    rows = 8 if tokens > 8 else 1
-    return Shape(rows, 512, 1, rows)
+        return Shape(1, block, 1, min(8, max(1, block // 1024)))
+    rows = 8 if tokens > 1 else 1
+    return Shape(rows, 512, 1, max(1, rows // 2))
 
 
 def _bound(rounding: Rounding) -> float:
@@ -98,32 +102,41 @@ def _bound(rounding: Rounding) -> float:
 
 
 @triton.jit
-def within(numbers, scale):
-    """Both times the power of two that keeps remainders of their division from underflowing."""
-    raised = tl.where(scale < 1e-25, 1.8446744073709552e19, tl.where(scale > 1e25, 5.421010862427522e-20, 1.0))
-    return numbers * raised, scale * raised
+def reciprocals(scale, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
+    """What `quotients` needs of a scale: a power of two, the scale times it, and one over that, correctly rounded.
+
+    The power keeps remainders from underflowing.
+    """
+    exponent = scale.to(tl.int32, bitcast=True) >> 23
+    if SCALE_KIND == "e8m0":  # a power of two has an exact reciprocal
+        return scale, scale, tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    elif FUSED:
+        raised = tl.where(exponent < 44, 1.8446744073709552e19, tl.where(exponent > 210, 5.421010862427522e-20, 1.0))
+        divisor = scale * raised
+        return raised, divisor, tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)
+    else:
+        return scale, scale, scale
 
 
 @triton.jit
-def quotients(numbers, scale, BOUND: tl.constexpr, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
+def quotients(numbers, raised, divisor, reciprocal, BOUND: tl.constexpr, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
     """16-bit floats / scale, correctly rounded; beyond the bound, if there is one, beyond it.
 
     With fused multiply-adds by Markstein's step: a product with the correctly rounded reciprocal, corrected once by its
     exact excess. That this gives the correctly rounded quotient was tried for every significand of a float32 under
     every one of a bf16 and of an f16. Taking the excess, not the remainder, keeps the sign of a zero.
     """
-    if SCALE_KIND == "e8m0":  # a power of two has an exact reciprocal
-        exponent = scale.to(tl.int32, bitcast=True) >> 23
-        return numbers * tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    if SCALE_KIND == "e8m0":
+        return numbers * reciprocal
     elif FUSED:
-        reciprocal = tl.div_rn(1.0 + tl.zeros_like(scale), scale)
-        quotient = numbers * reciprocal
+        dividend = numbers * raised
+        quotient = dividend * reciprocal
         if BOUND > 0:  # an infinite quotient has no excess
             quotient = tl.minimum(tl.maximum(quotient, -BOUND), BOUND)
-        excess = tl.fma(quotient, scale + tl.zeros_like(quotient), numbers * -1.0)
+        excess = tl.fma(quotient, divisor + tl.zeros_like(quotient), dividend * -1.0)
         return tl.fma(excess, reciprocal * -1.0 + tl.zeros_like(quotient), quotient)
     else:
-        return tl.div_rn(numbers, scale + tl.zeros_like(numbers))
+        return tl.div_rn(numbers, divisor + tl.zeros_like(numbers))
 
 
 @triton.jit
@@ -155,21 +168,61 @@ def nearest_signed(quotient, numbers, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def e2m1_pairs(numbers, UNITS: tl.constexpr, PIECES: tl.constexpr, PART: tl.constexpr):
-    """Bytes [UNITS, PIECES, PART / 2] of E2M1 numbers [UNITS, PIECES, PART]."""
+def e2m1_bits(numbers):
+    """Codes of E2M1 numbers, int32."""
     bits = numbers.to(tl.int32, bitcast=True)
     # From one on, exponent and first bit of the mantissa, counted from one; below, halves.
     magnitude = tl.where(
         (bits & 0x7FFFFFFF) >= 0x3F800000, ((bits >> 22) & 511) - 252, (tl.abs(numbers) * 2).to(tl.int32)
     )
-    first, second = tl.split(tl.reshape(((bits >> 28) & 8) | magnitude, (UNITS, PIECES, PART // 2, 2)))
-    return (first | (second << 4)).to(tl.uint8)
+    return ((bits >> 28) & 8) | magnitude
 
 
 @triton.jit
-def largest(numbers):
-    """[UNITS, 1, 1] of [UNITS, PIECES, PART]."""
-    return tl.max(tl.max(numbers, axis=1, keep_dims=True), axis=2, keep_dims=True)
+def in_words(numbers, UNITS: tl.constexpr, PIECES: tl.constexpr, PART: tl.constexpr):
+    """int32 [UNITS, PIECES, PART / 2] of two numbers of 16 bits each, which is how registers hold them: no work.
+
+    Rows wait in registers while their scale is sought; taken apart before, they would need twice as many.
+    """
+    bits = numbers.to(tl.int16, bitcast=True)
+    first, second = tl.split(tl.reshape(bits, (UNITS, PIECES, PART // 2, 2)))
+    return (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
+
+
+@triton.jit
+def in_upper_half(words, DTYPE: tl.constexpr):
+    """The float32 of a number of 16 bits in the upper half of a word, whatever the lower half holds."""
+    if DTYPE == tl.bfloat16:
+        return (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def greatest(values):
+    """[UNITS, 1, 1] of [UNITS, PIECES, PART / 2]."""
+    return tl.max(tl.max(values, axis=1, keep_dims=True), axis=2, keep_dims=True)
+
+
+@triton.jit
+def largest_magnitude(words, DTYPE: tl.constexpr):
+    """float32 [UNITS, 1, 1]. Floats without their sign are in the order of their bits."""
+    upper, lower = (words << 1).to(tl.uint32, bitcast=True), (words << 17).to(tl.uint32, bitcast=True)
+    return in_upper_half((greatest(tl.maximum(upper, lower)) >> 1).to(tl.int32, bitcast=True), DTYPE)
+
+
+@triton.jit
+def range_with_zero(words, DTYPE: tl.constexpr):
+    """The least and the largest of numbers and zero, float32 [UNITS, 1, 1] each.
+
+    As integers, numbers from zero on are in their own order and above negative ones; without a sign, negative ones are
+    above them, those of larger magnitude higher.
+    """
+    lower = words << 16
+    high = tl.maximum(greatest(tl.maximum(words, lower)), 0)
+    both = tl.maximum(words.to(tl.uint32, bitcast=True), lower.to(tl.uint32, bitcast=True))
+    low = tl.minimum(greatest(both).to(tl.int32, bitcast=True), 0)
+    return in_upper_half(low, DTYPE), in_upper_half(high, DTYPE)
 
 
 @triton.jit
@@ -212,16 +265,40 @@ def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
 
 
 @triton.jit
-def produced(
-    numbers, other, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr
-):  # fmt: skip
+def produced(numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr):
     """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
+    numbers = numbers.to(tl.float32)
     if PRODUCER == "gated":
         activated = numbers / (1.0 + tl.exp(-numbers))
     else:
-        mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=0), axis=1), axis=0) / columns
+        mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=2), axis=1), axis=0) / columns
         activated = numbers * tl.rsqrt(mean + epsilon)
-    return rounded_to(rounded_to(activated, DTYPE, FUSED) * other, DTYPE, FUSED)
+    return rounded_to(rounded_to(activated, DTYPE, FUSED) * factors.to(tl.float32), DTYPE, FUSED).to(DTYPE)
+
+
+@triton.jit
+def codes_of(
+    numbers, raised, divisor, reciprocal, shift, factor, low, high, KIND: tl.constexpr, SCALE_KIND: tl.constexpr,
+    ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Codes of the numbers, as integers or as floats that the codes' dtype holds after a cast; or what they stand for."""
+    rounded = quotients(numbers, raised, divisor, reciprocal, BOUND, SCALE_KIND, FUSED)
+    if KIND == "integer":
+        if ZEROS:
+            rounded += shift
+        if BOUND > 0 or ZEROS:  # else their scale keeps quotients above
+            rounded = tl.maximum(rounded, low)
+        rounded = tl.minimum(rounded, high)
+        if AS_NUMBERS:
+            rounded = nearest(rounded, KIND) - shift
+        else:
+            # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
+            rounded = (rounded + (12582912.0 - OFFSET)).to(tl.int32, bitcast=True)
+    elif AS_NUMBERS or KIND == "e2m1" or not FUSED:  # else the cast clamps and rounds, to the same
+        rounded = nearest_signed(rounded, numbers, high, KIND)
+    if AS_NUMBERS and SCALE_KIND != "f32":
+        rounded *= factor
+    return rounded
 
 
 @triton.jit
@@ -240,6 +317,7 @@ def round_rows(
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
+    DTYPE: tl.constexpr = x.dtype.element_ty
     SIZE: tl.constexpr = GROUP if GROUP > 0 else BLOCK
     PART: tl.constexpr = SIZE // PIECES
     UNITS: tl.constexpr = ROWS * BLOCK // SIZE
@@ -247,57 +325,50 @@ def round_rows(
     row = tl.program_id(0) * ROWS + unit % ROWS
     group = tl.program_id(1) * (BLOCK // SIZE) + unit // ROWS
     start = row.to(tl.int64)
-    place = group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART + tl.arange(0, PART)[None, None, :]
-    read = (row < tokens) & (place < columns)
-    numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0).to(tl.float32)
+    begin = group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART
+    place = begin + tl.arange(0, PART)[None, None, :]
+    inside = row < tokens
+    read = inside & (place < columns)
+    numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0)
     if PRODUCER != "plain":
-        factors = tl.load(other + start * other_stride + place, mask=read, other=0.0).to(tl.float32)
-        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, x.dtype.element_ty, FUSED)
+        factors = tl.load(other + start * other_stride + place, mask=read, other=0.0)
+        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, FUSED)
+    words = in_words(numbers, UNITS, PIECES, PART)
     factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
     shift = tl.zeros((UNITS, 1, 1), tl.float32)
     if GROUP > 0:
-        extreme = largest(tl.abs(numbers))
+        extreme = largest_magnitude(words, DTYPE)
         factor, scale = group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY)
-        held = (row < tokens) & (group < tl.cdiv(width, GROUP))
+        held = inside & (group < tl.cdiv(width, GROUP))
         tl.store(scales + group.to(tl.int64) * tokens + row, factor, mask=held)
     elif ZEROS and DYNAMIC:
-        least = tl.minimum(-largest(-numbers), 0.0)
-        scale = float_scale(tl.maximum(largest(numbers), 0.0) - least, divisor, smallest)
+        least, most = range_with_zero(words, DTYPE)
+        scale = float_scale(most - least, divisor, smallest)
         shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
-        tl.store(scales + row, scale, mask=row < tokens)
-        tl.store(zeros + row, shift - OFFSET, mask=row < tokens)
+        tl.store(scales + row, scale, mask=inside)
+        tl.store(zeros + row, shift - OFFSET, mask=inside)
     elif DYNAMIC:
-        scale = float_scale(largest(tl.abs(numbers)), divisor, smallest)
-        tl.store(scales + row, scale, mask=row < tokens)
+        scale = float_scale(largest_magnitude(words, DTYPE), divisor, smallest)
+        tl.store(scales + row, scale, mask=inside)
     else:
         scale = tl.load(scales) + tl.zeros_like(factor)
         if ZEROS:
             shift += tl.load(zeros) + OFFSET
-    MARKSTEIN: tl.constexpr = FUSED and x.dtype.element_ty != tl.float32
-    if MARKSTEIN and SCALE_KIND != "e8m0":
-        numbers, scale = within(numbers, scale)
-    rounded = quotients(numbers, scale, BOUND, SCALE_KIND, MARKSTEIN)
-    if KIND == "integer":
-        if ZEROS:
-            rounded += shift
-        if BOUND > 0 or ZEROS:  # else their scale keeps quotients above
-            rounded = tl.maximum(rounded, low)
-        rounded = tl.minimum(rounded, high)
-        if AS_NUMBERS:
-            rounded = nearest(rounded, KIND) - shift
-        else:
-            # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-            rounded = (rounded + (12582912.0 - OFFSET)).to(tl.int32, bitcast=True)
-            if ZEROS and PADDED:
-                rounded = tl.where(place < columns, rounded, 0)
-    elif AS_NUMBERS or KIND == "e2m1" or not FUSED:  # else the cast clamps and rounds, to the same
-        rounded = nearest_signed(rounded, numbers, high, KIND)
-    if AS_NUMBERS and SCALE_KIND != "f32":
-        rounded *= factor
+    raised, by, reciprocal = reciprocals(scale, SCALE_KIND, FUSED)
+    first = codes_of(
+        in_upper_half(words << 16, DTYPE), raised, by, reciprocal, shift, factor, low, high, KIND, SCALE_KIND,
+        ZEROS, AS_NUMBERS, OFFSET, BOUND, FUSED,
+    )  # fmt: skip
+    second = codes_of(
+        in_upper_half(words, DTYPE), raised, by, reciprocal, shift, factor, low, high, KIND, SCALE_KIND,
+        ZEROS, AS_NUMBERS, OFFSET, BOUND, FUSED,
+    )  # fmt: skip
     if KIND == "e2m1" and not AS_NUMBERS:
-        half = (group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART) // 2 + tl.arange(0, PART // 2)[None, None, :]
-        pairs = e2m1_pairs(rounded, UNITS, PIECES, PART)
-        tl.store(codes + start * (width // 2) + half, pairs, mask=(row < tokens) & (half < width // 2))
+        half = begin // 2 + tl.arange(0, PART // 2)[None, None, :]
+        pairs = (e2m1_bits(first) | (e2m1_bits(second) << 4)).to(tl.uint8)
+        tl.store(codes + start * (width // 2) + half, pairs, mask=inside & (half < width // 2))
     else:
-        written = (row < tokens) & (place < width)
-        tl.store(codes + start * width + place, rounded.to(codes.dtype.element_ty), mask=written)
+        rounded = tl.reshape(tl.join(first, second), (UNITS, PIECES, PART))
+        if KIND == "integer" and ZEROS and PADDED and not AS_NUMBERS:
+            rounded = tl.where(place < columns, rounded, 0)
+        tl.store(codes + start * width + place, rounded.to(codes.dtype.element_ty), mask=inside & (place < width))
