@@ -120,23 +120,25 @@ def reciprocals(scale, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def quotients(numbers, raised, divisor, reciprocal, BOUND: tl.constexpr, SCALE_KIND: tl.constexpr, FUSED: tl.constexpr):
-    """16-bit floats / scale, correctly rounded; beyond the bound, if there is one, beyond it.
+    """16-bit floats / scale, correctly rounded, but beyond a bound only beyond it; and numbers of their sign.
 
     With fused multiply-adds by Markstein's step: a product with the correctly rounded reciprocal, corrected once by its
     exact excess. That this gives the correctly rounded quotient was tried for every significand of a float32 under
     every one of a bf16 and of an f16. Taking the excess, not the remainder, keeps the sign of a zero.
     """
     if SCALE_KIND == "e8m0":
-        return numbers * reciprocal
+        quotient = numbers * reciprocal
+        return quotient, quotient
     elif FUSED:
         dividend = numbers * raised
         quotient = dividend * reciprocal
         if BOUND > 0:  # an infinite quotient has no excess
             quotient = tl.minimum(tl.maximum(quotient, -BOUND), BOUND)
         excess = tl.fma(quotient, divisor + tl.zeros_like(quotient), dividend * -1.0)
-        return tl.fma(excess, reciprocal * -1.0 + tl.zeros_like(quotient), quotient)
+        return tl.fma(excess, reciprocal * -1.0 + tl.zeros_like(quotient), quotient), dividend
     else:
-        return tl.div_rn(numbers, divisor + tl.zeros_like(numbers))
+        quotient = tl.div_rn(numbers, divisor + tl.zeros_like(numbers))
+        return quotient, quotient
 
 
 @triton.jit
@@ -157,13 +159,13 @@ def nearest(numbers, KIND: tl.constexpr):
 
 
 @triton.jit
-def nearest_signed(quotient, numbers, high, KIND: tl.constexpr):
-    """Quotients of numbers, clamped and rounded to a float's; zeros keep their sign.
+def nearest_signed(quotient, signed, high, KIND: tl.constexpr):
+    """Quotients clamped and rounded to a float's numbers, under the sign of others; zeros have one, too.
 
-    A quotient may be NaN where it was infinite: a minimum then takes its other side, and the number has the sign.
+    A quotient may be NaN where it was infinite: a minimum then takes its other side.
     """
     magnitude = nearest(tl.minimum(tl.abs(quotient), high), KIND)
-    sign = numbers.to(tl.int32, bitcast=True) & -2147483648
+    sign = signed.to(tl.int32, bitcast=True) & -2147483648
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
@@ -281,8 +283,8 @@ def codes_of(
     numbers, raised, divisor, reciprocal, shift, factor, low, high, KIND: tl.constexpr, SCALE_KIND: tl.constexpr,
     ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the numbers, as integers or as floats that the codes' dtype holds after a cast; or what they stand for."""
-    rounded = quotients(numbers, raised, divisor, reciprocal, BOUND, SCALE_KIND, FUSED)
+    """Codes of the numbers, as integers or as floats that their dtype holds after a cast; or what they stand for."""
+    rounded, signed = quotients(numbers, raised, divisor, reciprocal, BOUND, SCALE_KIND, FUSED)
     if KIND == "integer":
         if ZEROS:
             rounded += shift
@@ -295,7 +297,7 @@ def codes_of(
             # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
             rounded = (rounded + (12582912.0 - OFFSET)).to(tl.int32, bitcast=True)
     elif AS_NUMBERS or KIND == "e2m1" or not FUSED:  # else the cast clamps and rounds, to the same
-        rounded = nearest_signed(rounded, numbers, high, KIND)
+        rounded = nearest_signed(rounded, signed, high, KIND)
     if AS_NUMBERS and SCALE_KIND != "f32":
         rounded *= factor
     return rounded
