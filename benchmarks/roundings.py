@@ -11,8 +11,12 @@ shape moves bytes in the same run. Keys of E2M1 are rounded to the numbers that 
 from __future__ import annotations
 
 import json
+import os
 import platform
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +28,7 @@ from fewbit.kernels.activation.producer import Producer, gated, normed
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.probe import installed, this_machine
 from fewbit.kernels.programs.activations import quantized
-from fewbit.kernels.tuned.measure import graph_time_us
+from fewbit.kernels.tuned.measure import Call, graph_time_us
 from fewbit.numerics import decode
 from fewbit.numerics.activations import quantize_activations
 from fewbit.spec.key import QuantKey
@@ -90,52 +94,88 @@ def compare(text: str, x: Tensor) -> None:
         assert torch.equal(zeros[:, None], expected), f"{text} has other zero points"
 
 
+def inputs(rows: int, columns: int, copies: int) -> tuple[Tensor, list[Tensor]]:
+    """A norm's weight, and rows of gate and up side by side, as a joined projection gives them."""
+    both = [torch.randn(rows, 2 * columns, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    return torch.rand(columns, device="cuda").bfloat16() + 0.5, both
+
+
+def calls_of(text: str, weight: Tensor, both: list[Tensor]) -> dict[str, list[Call]]:
+    """Everything that is timed of a key, over the same inputs."""
+    columns = weight.shape[0]
+    run = partial(
+        quantized, rounding=Rounding.of(text), static=statics(QuantKey.parse(text)), width=columns,
+        as_numbers=as_numbers(text),
+    )  # fmt: skip
+    plain = [x[:, :columns].contiguous() for x in both]
+    gates = [(x[:, :columns], gated(x[:, columns:])) for x in both]
+
+    def silu_times(gate: Tensor, made: Producer) -> object:
+        return run(made(gate))
+
+    def rms_norm(x: Tensor) -> object:
+        return run(torch.nn.functional.rms_norm(x, (columns,), weight, EPSILON))
+
+    return {
+        "plain": [partial(run, x) for x in plain],
+        "gated": [partial(run, gate, producer=made) for gate, made in gates],
+        "normed": [partial(run, x, producer=normed(weight, EPSILON)) for x in plain],
+        "silu, times, round": [partial(silu_times, gate, made) for gate, made in gates],
+        "norm, round": [partial(rms_norm, x) for x in plain],
+    }
+
+
 def difference(text: str, x: Tensor, producer: Producer) -> float:
-    """Share of codes that differ from those of torch's operations, rounded alone."""
+    """Share of codes that differ from those of the producer's operations, rounded alone."""
     rounding, static, numbers = Rounding.of(text), statics(QuantKey.parse(text)), as_numbers(text)
     found, _, _ = quantized(x, rounding, static, x.shape[1], numbers, producer)
     apart, _, _ = quantized(producer(x), rounding, static, x.shape[1], numbers)
     return (found.float() != apart.float()).float().mean().item()
 
 
+def check(text: str, rows: list[int]) -> None:
+    """Compares a key with its definition, and compiles what is timed of it into Triton's cache."""
+    for columns in CHECKED:
+        for dtype in (torch.bfloat16, torch.float16):
+            compare(text, hard_rows(columns, dtype))
+    for count, columns in product(rows, COLUMNS):
+        for calls in calls_of(text, *inputs(count, columns, 1)).values():
+            calls[0]()
+
+
+def time_us(calls: list[Call]) -> float:
+    """Device microseconds of a call; what calls return is kept, so that each writes to memory of its own."""
+    kept: list[object] = []
+    return graph_time_us([lambda call=call: kept.append(call()) for call in calls])  # type: ignore[misc]
+
+
 def measure(text: str, rows: int, columns: int, copy_us: float) -> dict[str, Any]:
     """One line of the table."""
-    rounding, static, numbers = Rounding.of(text), statics(QuantKey.parse(text)), as_numbers(text)
-    both = [
-        torch.randn(rows, 2 * columns, device="cuda", dtype=torch.bfloat16)
-        for _ in range(max(FEWEST, min(MOST, ROTATING_BYTES // (4 * rows * columns))))
-    ]
-    weight = torch.rand(columns, device="cuda").bfloat16() + 0.5
-    plain = [x[:, :columns].contiguous() for x in both]
-    run = partial(quantized, rounding=rounding, static=static, width=columns, as_numbers=numbers)
-    gates = [(x[:, :columns], gated(x[:, columns:])) for x in both]  # as halves of a joined projection lie
-    norms = [(x, normed(weight, EPSILON)) for x in plain]
-    us = {
-        "plain": graph_time_us([partial(run, x) for x in plain]),
-        "gated": graph_time_us([partial(run, x, producer=made) for x, made in gates]),
-        "normed": graph_time_us([partial(run, x, producer=made) for x, made in norms]),
-        "silu, times, round": graph_time_us([lambda x=x, made=made: run(made(x)) for x, made in gates]),
-        "norm, round": graph_time_us(
-            [lambda x=x: run(torch.nn.functional.rms_norm(x, (columns,), weight, EPSILON)) for x in plain]
-        ),
-    }
-    out = 2 if numbers else 1
+    weight, both = inputs(rows, columns, copies_of(rows, columns))
+    us = {name: time_us(calls) for name, calls in calls_of(text, weight, both).items()}
+    x, up = both[0][:, :columns], both[0][:, columns:]
+    out = 2 if as_numbers(text) else 1
     read = {"plain": 2, "gated": 4, "normed": 2}
     return {
         "key": text, "M": rows, "K": columns, "us": {name: round(value, 2) for name, value in us.items()},
         "copy_us": round(copy_us, 2),
         "share_of_copy_rate": {name: round((size + out) / 4 * copy_us / us[name], 3) for name, size in read.items()},
-        "difference": [round(difference(text, *gates[0]), 5), round(difference(text, *norms[0]), 5)],
+        "difference": [
+            round(difference(text, x, gated(up)), 5), round(difference(text, x, normed(weight, EPSILON)), 5)
+        ],
     }  # fmt: skip
+
+
+def copies_of(rows: int, columns: int) -> int:
+    """How many inputs defeat the cache."""
+    return max(FEWEST, min(MOST, ROTATING_BYTES // (4 * rows * columns)))
 
 
 def copy_time_us(rows: int, columns: int) -> float:
     """Microseconds of a bf16 copy."""
-    pairs = [
-        torch.randn(2, rows, columns, device="cuda").bfloat16()
-        for _ in range(max(FEWEST, min(MOST, ROTATING_BYTES // (4 * rows * columns))))
-    ]
-    return graph_time_us([partial(torch.Tensor.copy_, one[0], one[1]) for one in pairs])
+    _, both = inputs(rows, columns, copies_of(rows, columns))
+    plain = [x[:, :columns].contiguous() for x in both]
+    return graph_time_us([partial(torch.Tensor.copy_, torch.empty_like(x), x) for x in plain])
 
 
 def main(
@@ -143,29 +183,27 @@ def main(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of x to time.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the lines as JSON here.")] = None,
 ) -> None:
-    """Compares every key with its definition on this GPU and times it."""
+    """Compares every key with its definition on this GPU, in a process each, and times it."""
     driver = this_machine("cuda").driver
     machine = {"gpu": torch.cuda.get_device_name(), "driver": driver, "python": platform.python_version()}
     machine |= installed()
     print(json.dumps(machine))
-    for text in key or KEYS:
-        for columns in CHECKED:
-            for dtype in (torch.bfloat16, torch.float16):
-                compare(text, hard_rows(columns, dtype))
+    keys, counts = list(key or KEYS), list(rows or ROWS)
+    with ProcessPoolExecutor(min(len(keys), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(check, keys, repeat(counts)))
     print("bit for bit the definition on all", flush=True)
     lines = []
-    for count in rows or ROWS:
-        for columns in COLUMNS:
-            copy_us = copy_time_us(count, columns)
-            for text in key or KEYS:
-                lines.append(measure(text, count, columns, copy_us))
-                shares = ", ".join(
-                    f"{name} {lines[-1]['us'][name]:.2f} us {share:.0%}"
-                    for name, share in lines[-1]["share_of_copy_rate"].items()
-                )
-                print(f"{text} {count}x{columns}: {shares}", flush=True)
-            if output:
-                output.write_text(json.dumps({"machine": machine, "roundings": lines}))
+    for count, columns in product(counts, COLUMNS):
+        copy_us = copy_time_us(count, columns)
+        for text in keys:
+            lines.append(measure(text, count, columns, copy_us))
+            shares = ", ".join(
+                f"{name} {lines[-1]['us'][name]:.2f} us {share:.0%}"
+                for name, share in lines[-1]["share_of_copy_rate"].items()
+            )
+            print(f"{text} {count}x{columns}: {shares}", flush=True)
+        if output:
+            output.write_text(json.dumps({"machine": machine, "roundings": lines}))
 
 
 if __name__ == "__main__":

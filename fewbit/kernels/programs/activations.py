@@ -87,12 +87,20 @@ class Shape:
 
 
 def shape_of(rounding: Rounding, tokens: int, width: int, producer: str) -> Shape:
-    """The shape of programs for rows of so many numbers: whole ones where a scale or a norm needs them."""
+    """The shape of programs for rows of so many numbers: whole ones where a scale or a norm needs them.
+
+    Measured on an H200, see `benchmarks/roundings.py`. That of a norm, whose sum depends on it, is the same for any
+    number of tokens.
+    """
     if (not rounding.group and rounding.dynamic) or producer == "normed":
         block = max(rounding.group, triton.next_power_of_2(width))
-        return Shape(1, block, 1, min(8, max(1, block // 1024)))
-    rows = 8 if tokens > 1 else 1
-    return Shape(rows, 512, 1, max(1, rows // 2))
+        most, each = (16, 512) if producer == "gated" else (8, 1024)
+        return Shape(1, block, 1, min(most, max(1, block // each)))
+    rows = 8 if tokens >= 8 else 1
+    if rounding.kind == "e2m1":
+        return Shape(rows, 256, 2, 4 if rows > 1 else 1)
+    block = 256 if producer == "gated" else 512
+    return Shape(rows, block, 1, 4 if rows > 1 else 1)
 
 
 def _bound(rounding: Rounding) -> float:
@@ -220,11 +228,11 @@ def range_with_zero(words, DTYPE: tl.constexpr):
     As integers, numbers from zero on are in their own order and above negative ones; without a sign, negative ones are
     above them, those of larger magnitude higher.
     """
-    lower = words << 16
-    high = tl.maximum(greatest(tl.maximum(words, lower)), 0)
-    both = tl.maximum(words.to(tl.uint32, bitcast=True), lower.to(tl.uint32, bitcast=True))
-    low = tl.minimum(greatest(both).to(tl.int32, bitcast=True), 0)
-    return in_upper_half(low, DTYPE), in_upper_half(high, DTYPE)
+    upper, lower = words >> 16, words.to(tl.int16).to(tl.int32)
+    most = tl.maximum(greatest(tl.maximum(upper, lower)), 0)
+    unsigned = tl.maximum(upper.to(tl.uint32, bitcast=True), lower.to(tl.uint32, bitcast=True))
+    least = tl.minimum(greatest(unsigned).to(tl.int32, bitcast=True), 0)
+    return in_upper_half(least << 16, DTYPE), in_upper_half(most << 16, DTYPE)
 
 
 @triton.jit
@@ -267,14 +275,20 @@ def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
 
 
 @triton.jit
-def produced(numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr):
+def produced(
+    numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, UNITS: tl.constexpr,
+    PIECES: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
     """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
-    numbers = numbers.to(tl.float32)
     if PRODUCER == "gated":
+        numbers = numbers.to(tl.float32)
         activated = numbers / (1.0 + tl.exp(-numbers))
     else:
+        words = in_words(numbers, UNITS, PIECES, PART)
+        numbers = numbers.to(tl.float32)
         mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=2), axis=1), axis=0) / columns
-        activated = numbers * tl.rsqrt(mean + epsilon)
+        numbers = tl.join(in_upper_half(words << 16, DTYPE), in_upper_half(words, DTYPE))
+        activated = tl.reshape(numbers, (UNITS, PIECES, PART)) * tl.rsqrt(mean + epsilon)
     return rounded_to(rounded_to(activated, DTYPE, FUSED) * factors.to(tl.float32), DTYPE, FUSED).to(DTYPE)
 
 
@@ -334,7 +348,7 @@ def round_rows(
     numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0)
     if PRODUCER != "plain":
         factors = tl.load(other + start * other_stride + place, mask=read, other=0.0)
-        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, FUSED)
+        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, UNITS, PIECES, PART, FUSED)
     words = in_words(numbers, UNITS, PIECES, PART)
     factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
     shift = tl.zeros((UNITS, 1, 1), tl.float32)
