@@ -146,7 +146,7 @@ def check(text: str, rows: list[int]) -> None:
 def time_us(calls: list[Call]) -> float:
     """Device microseconds of a call; what calls return is kept, so that each writes to memory of its own."""
     kept: list[object] = []
-    return graph_time_us([lambda call=call: kept.append(call()) for call in calls])  # type: ignore[misc]
+    return graph_time_us([lambda call=call: kept.append(call()) for call in calls])
 
 
 def measure(text: str, rows: int, columns: int, copy_us: float) -> dict[str, Any]:
