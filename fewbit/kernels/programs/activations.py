@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.activation.producer import Producer
@@ -282,7 +283,10 @@ def produced(
     """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
     if PRODUCER == "gated":
         numbers = numbers.to(tl.float32)
-        activated = numbers / (1.0 + tl.exp(-numbers))
+        if FUSED:  # without what would treat quotients and powers too small for bf16
+            activated = libdevice.fast_dividef(numbers, 1.0 + libdevice.fast_expf(numbers * -1.0))
+        else:
+            activated = numbers / (1.0 + tl.exp(-numbers))
     else:
         words = in_words(numbers, UNITS, PIECES, PART)
         numbers = numbers.to(tl.float32)
