@@ -152,6 +152,36 @@ def produced(
 
 
 @triton.jit
+def scales_of(
+    words, row, group, inside, scales, zeros, tensor_scale, tokens, width, divisor, low, high, smallest,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr,
+    DYNAMIC: tl.constexpr, ZEROS: tl.constexpr, OFFSET: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """What units are divided by, the same without the scale of the tensor, and codes of zero; stores what is new."""
+    factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
+    shift = tl.zeros((UNITS, 1, 1), tl.float32)
+    if GROUP > 0:
+        extreme = largest_magnitude(words, DTYPE)
+        factor, scale = group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY)
+        held = inside & (group < tl.cdiv(width, GROUP))
+        tl.store(scales + group.to(tl.int64) * tokens + row, factor, mask=held)
+    elif ZEROS and DYNAMIC:
+        least, most = range_with_zero(words, DTYPE)
+        scale = float_scale(most - least, divisor, smallest)
+        shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
+        tl.store(scales + row, scale, mask=inside)
+        tl.store(zeros + row, shift - OFFSET, mask=inside)
+    elif DYNAMIC:
+        scale = float_scale(largest_magnitude(words, DTYPE), divisor, smallest)
+        tl.store(scales + row, scale, mask=inside)
+    else:
+        scale = tl.load(scales) + tl.zeros_like(factor)
+        if ZEROS:
+            shift += tl.load(zeros) + OFFSET
+    return scale, factor, shift
+
+
+@triton.jit
 def round_rows(
     x, other, x_stride, other_stride, epsilon,
     codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
@@ -184,26 +214,10 @@ def round_rows(
         factors = tl.load(other + start * other_stride + place, mask=read, other=0.0)
         numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, UNITS, PIECES, PART, FUSED)
     words = in_words(numbers, UNITS, PIECES, PART)
-    factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
-    shift = tl.zeros((UNITS, 1, 1), tl.float32)
-    if GROUP > 0:
-        extreme = largest_magnitude(words, DTYPE)
-        factor, scale = group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY)
-        held = inside & (group < tl.cdiv(width, GROUP))
-        tl.store(scales + group.to(tl.int64) * tokens + row, factor, mask=held)
-    elif ZEROS and DYNAMIC:
-        least, most = range_with_zero(words, DTYPE)
-        scale = float_scale(most - least, divisor, smallest)
-        shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
-        tl.store(scales + row, scale, mask=inside)
-        tl.store(zeros + row, shift - OFFSET, mask=inside)
-    elif DYNAMIC:
-        scale = float_scale(largest_magnitude(words, DTYPE), divisor, smallest)
-        tl.store(scales + row, scale, mask=inside)
-    else:
-        scale = tl.load(scales) + tl.zeros_like(factor)
-        if ZEROS:
-            shift += tl.load(zeros) + OFFSET
+    scale, factor, shift = scales_of(
+        words, row, group, inside, scales, zeros, tensor_scale, tokens, width, divisor, low, high, smallest, DTYPE,
+        GROUP, SCALE_KIND, EXPONENT, CARRY, DYNAMIC, ZEROS, OFFSET, UNITS,
+    )  # fmt: skip
     raised, by, reciprocal = reciprocals(scale, SCALE_KIND, FUSED)
     first = codes_of(
         in_upper_half(words << 16, DTYPE), raised, by, reciprocal, shift, factor, low, high, KIND, SCALE_KIND,
