@@ -1,13 +1,12 @@
-// Products of up to four rows of x with codes as they are stored, by tensor cores for integers of 8 bits.
+// Products of one or two rows of x with codes as they are stored, by tensor cores for integers of 8 bits.
 //
-// 128 input features of a row become integers of 23 bits and a sign, whose unit is a power of two that the largest of them
-// decides: what is lost is less than float32 loses in adding them up. Three signed digits of 8 bits each are three columns of
-// the right operand, so that codes take three instructions for eight weights, and sums of a group are exact.
+// 128 input features of a row become integers of 22 bits and a sign, whose unit is a power of two that the largest of them
+// decides: what is lost is of the order of what float32 loses in adding them up. Three signed digits of 8 bits each are three
+// columns of the right operand, so that codes take three instructions for eight weights, and sums of a group are exact.
 //
 // Compile-time: TOKENS (rows of x that there is room for).
 
-static_assert(TOKENS <= 4, "a thread leaves the sums of two rows of x");
-constexpr int PAIRS = (TOKENS + 1) / 2;               // of rows of x, of which one takes four of eight columns
+static_assert(TOKENS <= 2, "a row of x takes four of eight columns");
 constexpr int DIGITS = 3;
 constexpr int DIGIT_BYTES = DIGITS * DEPTH;           // of a row and 128 input features: [digit, thread of four, word]
 constexpr int FACTORS = 1 + 2 * GROUPS;               // the unit, and sums of a group's upper two digits and of its lowest
@@ -16,7 +15,7 @@ constexpr float CODE_BASE = 8;                        // of a code of zero where
 constexpr float ZERO_BASE = HALF ? 1024.f : 128.f;    // zero points are stored for codes plus MAGIC
 constexpr int UNIT_BITS = 21;
 struct Sums {
-    float of[PAIRS][2];
+    float of[2];
 };
 
 __device__ __forceinline__ uint2 load_rows8(const u16* from) {
@@ -98,8 +97,8 @@ __device__ __forceinline__ void prepare_features(const Problem& p, const Block& 
 
 // 128 input features of x. Of four threads two and two share a row of x: upper digits, and the lowest.
 struct Features {
-    u32 columns[PAIRS][8];
-    float unit[PAIRS], sums[PAIRS][GROUPS];
+    u32 columns[8];
+    float unit, sums[GROUPS];
     int times;
 
     __device__ __forceinline__ Features(const Block& block, int, int depth, int lane) {
@@ -107,17 +106,14 @@ struct Features {
         const int column = lane / 4, digit = column % 4 < 2 ? column % 4 : 2;
         const bool lowest = lane & 1;
         times = lowest ? 0 : 256;
+        const u32 digits = at + min(column / 4, TOKENS - 1) * FEATURE_BYTES + digit * DEPTH + lane % 4 * 32;
+        const uint4 low = load_shared16(digits), high = load_shared16(digits + 16);
+        columns[0] = low.x, columns[1] = low.y, columns[2] = low.z, columns[3] = low.w;
+        columns[4] = high.x, columns[5] = high.y, columns[6] = high.z, columns[7] = high.w;
+        const u32 factors = at + min(lane % 4 / 2, TOKENS - 1) * FEATURE_BYTES + DIGIT_BYTES;
+        unit = __uint_as_float(load_shared4(factors)) * (lowest ? 1.f : 256.f);
 #pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++) {
-            const u32 digits = at + min(2 * pair + column / 4, TOKENS - 1) * FEATURE_BYTES + digit * DEPTH + lane % 4 * 32;
-            const uint4 low = load_shared16(digits), high = load_shared16(digits + 16);
-            columns[pair][0] = low.x, columns[pair][1] = low.y, columns[pair][2] = low.z, columns[pair][3] = low.w;
-            columns[pair][4] = high.x, columns[pair][5] = high.y, columns[pair][6] = high.z, columns[pair][7] = high.w;
-            const u32 factors = at + min(2 * pair + lane % 4 / 2, TOKENS - 1) * FEATURE_BYTES + DIGIT_BYTES;
-            unit[pair] = __uint_as_float(load_shared4(factors)) * (lowest ? 1.f : 256.f);
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) sums[pair][g] = __uint_as_float(load_shared4(factors + 4 + g * 8 + lowest * 4));
-        }
+        for (int g = 0; g < GROUPS; g++) sums[g] = __uint_as_float(load_shared4(factors + 4 + g * 8 + lowest * 4));
     }
 };
 
@@ -131,38 +127,31 @@ __device__ __forceinline__ void add_products(Sums& sums, const Share& share, con
     constexpr u32 NIBBLES = 0x0F0F0F0F;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-        int found[PAIRS][4] = {};
+        int found[4] = {};
 #pragma unroll
         for (int k = g * 8 / GROUPS; k < (g + 1) * 8 / GROUPS; k += 2) {
             const u32 low = share.codes[k], high = share.codes[k + 1];
             const u32 fragment[4] = {low & NIBBLES, low >> 4 & NIBBLES, high & NIBBLES, high >> 4 & NIBBLES};
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++)
-                multiply_digits(found[pair], fragment, x.columns[pair][k], x.columns[pair][k + 1]);
+            multiply_digits(found, fragment, x.columns[k], x.columns[k + 1]);
         }
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             const u16 scale = share.scales[g] >> 16 * row, zero = share.zeros[g] >> 16 * row;
             const float base = HAS_ZERO ? widen(zero) - ZERO_BASE : CODE_BASE;
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                const float of_codes = (float)(found[pair][2 * row] * x.times + found[pair][2 * row + 1]);
-                sums.of[pair][row] += widen(scale) * ((of_codes - base * x.sums[pair][g]) * x.unit[pair]);
-            }
+            const float of_codes = (float)(found[2 * row] * x.times + found[2 * row + 1]);
+            sums.of[row] += widen(scale) * ((of_codes - base * x.sums[g]) * x.unit);
         }
     }
 }
 
-// In the order of a product's sums by tensor cores: of each two rows of x a thread of four gets the sums of two output features.
+// In the order of a product's sums by tensor cores: the first thread of four gets those of two rows of x for each of two output
+// features.
 __device__ __forceinline__ void leave_sums(u32 to, const Sums& sums, int lane) {
     float left[4];
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++)
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const float found = sums.of[pair][row] + __shfl_xor_sync(0xFFFFFFFF, sums.of[pair][row], 1);
-            const float of_next = __shfl_xor_sync(0xFFFFFFFF, found, 2);
-            if (lane % 4 == pair || pair == 0) left[2 * row] = found, left[2 * row + 1] = of_next;
-        }
+    for (int row = 0; row < 2; row++) {
+        left[2 * row] = sums.of[row] + __shfl_xor_sync(0xFFFFFFFF, sums.of[row], 1);
+        left[2 * row + 1] = __shfl_xor_sync(0xFFFFFFFF, left[2 * row], 2);
+    }
     store_shared16(to + lane * 16, left[0], left[1], left[2], left[3]);
 }

@@ -4,7 +4,7 @@ One prepared layout serves every M: `wgmma` takes decoded weights as its left op
 shared memory; for prompts weights are decoded once into a bf16 or f16 matrix for the vendor's product. Decoded numbers
 are multiplied by their scale and rounded to the dtype of activations, once, as the vendor's product would take them.
 
-Up to eight rows another kernel reads the same layout, see `few_rows.cuh`: up to four of them as integers of 23 bits and
+Up to eight rows another kernel reads the same layout, see `few_rows.cuh`: one or two of them as integers of 22 bits and
 a sign under a power of two for each 128 input features, multiplied by the codes without rounding.
 
 The work is cut into equal ranges over all multiprocessors, and ranges that share outputs are added in a fixed order:

@@ -11,7 +11,7 @@ from fewbit.spec.element import E4M3
 TILE = 16  # output features
 WARP, MOST_WARPS = 32, 16
 SHARED_LIMIT = 232448  # bytes of a block on a multiprocessor of compute capability 9.0
-MOST_DIGIT_ROWS = 4
+MOST_DIGIT_ROWS = 2
 MOST_ROWS = 8
 MOST_OFFSET = 1 << 32  # of bytes of a weight, which the kernel counts in 32 bits
 
@@ -86,9 +86,11 @@ def row_cut_by_rule(layout: FragmentLayout, tokens: int) -> RowCut | None:
         return None
     for cluster in (1, 2, 4, 8):
         each = _tiles_of_block(layout, cluster)
-        counts = [count for count in (2, 3, 4, 1, 5, 6, 7, 8) if count <= each <= count * MOST_WARPS]
-        tiles = min(counts, key=lambda count: -each % count, default=_MOST_TILES)
-        cut = _cut(layout, tokens, tiles, min(MOST_WARPS, -(-each // tiles)), MOST_WARPS, cluster)
+        counts = (2, 3, 4, 1, 5, 6, 7, 8) if tokens <= MOST_DIGIT_ROWS else (7, 4, 3, 2, 1, 5, 6, 8)
+        fine = [count for count in counts if count <= each <= count * MOST_WARPS]
+        tiles = min(fine, key=lambda count: -each % count, default=_MOST_TILES)
+        warps = MOST_WARPS if tiles <= 4 else MOST_WARPS // 2
+        cut = _cut(layout, tokens, tiles, min(MOST_WARPS, -(-each // tiles)), warps, cluster)
         if cut is not None and cut.stages * cut.tiles >= min(2, cut.tiles * _turns(layout, cut)):
             return cut
     return None
@@ -107,7 +109,7 @@ def row_cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[RowCut]:
         if tiles <= each <= tiles * MOST_WARPS
     )
     fine = (cut for cut, each in blocks if cut and (cut.tiles * cut.row_warps - each) * _WASTE <= each)
-    yield from dict.fromkeys(replace(cut, early=early) for cut in fine for early in (cut.early, cut.stages, 1))
+    yield from dict.fromkeys(replace(cut, early=early) for cut in fine for early in (1, min(2, cut.stages), cut.stages))
 
 
 def _tiles_of_block(layout: FragmentLayout, cluster: int) -> int:
@@ -120,11 +122,10 @@ def _turns(layout: FragmentLayout, cut: RowCut) -> int:
 
 
 def _cut(layout: FragmentLayout, tokens: int, tiles: int, row_warps: int, warps: int, cluster: int) -> RowCut | None:
-    """With stages for as many units as a warp has, or as there is room for, half of them early."""
+    """With stages for as many units as a warp has, or as there is room for, the first early."""
     if cluster > layout.depths:
         return None
     room = next(width for width in WIDTHS if width >= tokens)
     depth_warps = max(1, min(warps // row_warps, layout.depths // cluster))
     cut = RowCut(room <= MOST_DIGIT_ROWS, room, tiles, row_warps, depth_warps, 1, 1, cluster)
-    turns = _turns(layout, cut)
-    return replace(cut, stages=turns, early=-(-turns // 2)).fitted(layout)
+    return replace(cut, stages=_turns(layout, cut)).fitted(layout)
