@@ -7,6 +7,7 @@ import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -264,7 +265,7 @@ def test_the_launcher_and_the_kernel_mean_the_same_struct(source: str, struct: t
 def test_a_launch_names_what_the_kernel_of_few_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[int, RowProblem, int]] = []
 
-    def launch(blocks: int, arguments: ctypes.Array, stream: int) -> None:
+    def launch(blocks: int, arguments: Any, stream: int) -> None:
         problem = RowProblem.from_buffer_copy(RowProblem.from_address(arguments[0]))
         launched.append((blocks, problem, stream))
 

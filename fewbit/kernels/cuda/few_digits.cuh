@@ -88,8 +88,9 @@ __device__ __forceinline__ void prepare_features(const Problem& p, const Block& 
 #pragma unroll
         for (int j = 0; j < LOADS; j++) {
             const int pair = i + j * WARPS;
-            const u32 to = block.features + (pair / p.tokens * TOKENS + pair % p.tokens) * FEATURE_BYTES;
-            if (pair < depths * p.tokens) split_into_digits(found[j], to, lane);
+            if (pair < depths * p.tokens)
+                split_into_digits(found[j],
+                                  block.features + (pair / p.tokens * TOKENS + pair % p.tokens) * FEATURE_BYTES, lane);
         }
     }
     __syncthreads();
