@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
-from fewbit.kernels.cuda.products import Problem
+from fewbit.kernels.cuda.products import FLOATS, SOURCES, Problem
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
@@ -30,6 +27,7 @@ from fewbit.kernels.linear.fragment_layout import (
 )
 from fewbit.numerics import dequantize
 from fewbit.spec import DEVICES
+from tests.kernels.cuda_sources import asked, fields_of_problem
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
 
 KERNEL, FP8 = CudaWgmma(), CudaWgmmaFp8()
@@ -164,28 +162,17 @@ def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, grou
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    folder = files("fewbit.kernels.cuda")
-    shared = ["hopper.cuh", "fragments.cuh"]
+    shared = [*SOURCES, "kernel.cu"]
     given = {"GROUP", "HAS_ZERO", "HALF"}
-    assert _asked(folder, [*shared, "decode.cu"]) == given
+    assert asked([*FLOATS, "decode.cu"]) == given
     cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
     given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
-    assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
-    assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}
-
-
-def _asked(folder: Traversable, names: list[str]) -> set[str]:
-    text = "".join((folder / name).read_text() for name in names)
-    code = re.sub(r'//.*|"[^"]*"', "", text)
-    defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
-    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
+    assert asked([*shared, "weight_fp8.cuh"]) == given
+    assert asked([*shared, "weight_only.cuh"]) == given | {"STEP", "AHEAD"}
 
 
 def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
-    text = (files("fewbit.kernels.cuda") / "ring.cuh").read_text()
-    body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
-    names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
-    assert names == [name for name, _ in Problem._fields_]
+    assert fields_of_problem("fragment_problem.cuh") == [name for name, _ in Problem._fields_]
     assert ctypes.sizeof(Problem) == 6 * 8 + 10 * 4
 
 

@@ -1,0 +1,132 @@
+"""How a product of 8-bit codes is cut into blocks by the CUDA kernel: from a table of measurements, or by rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.kernels.linear.tile_plans import MULTIPROCESSORS
+from fewbit.kernels.tuned.choice import Chosen
+from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
+
+WARPGROUP, WARP = 128, 32
+SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
+RESERVED_BYTES = 1024
+LINE = 128  # bytes of a row of codes that the copy engine swizzles
+WIDE = 320
+MOST_STAGES = 16
+INSTRUCTION = 64  # rows that the tensor cores read
+
+
+@dataclass(frozen=True)
+class CodeCut:
+    """One way to run a product.
+
+    Attributes:
+        tokens: of a block: 8, 16 or 32, or 64 times warpgroups that divide them.
+        rows: output features of a block: a multiple of 8 up to 32, of 16 up to 256.
+        lines: of 128 input features in a stage.
+        stages: in flight.
+        warpgroups: that multiply; of up to 64 tokens each has its part of every stage.
+        cluster: blocks that share what they read.
+        shares_weight: blocks of a cluster share the weight and take other tokens, else the other way around.
+        residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
+        whole: blocks take whole tiles; else the work is cut into equal ranges, which tiles may be divided by.
+        elsewhere: the product by the plan of the Triton program, or the vendor's, instead.
+    """
+
+    tokens: int = INSTRUCTION
+    rows: int = 64
+    lines: int = 1
+    stages: int = 4
+    warpgroups: int = 1
+    cluster: int = 1
+    shares_weight: bool = False
+    residents: int = 1
+    whole: bool = True
+    elsewhere: bool = False
+
+    @property
+    def split(self) -> int:
+        """Warpgroups that have parts of the same sums."""
+        return self.warpgroups if self.tokens <= INSTRUCTION else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block; one warp feeds the others, a warpgroup where that gives its registers to them."""
+        return self.warpgroups * WARPGROUP + (WARPGROUP if self.is_wide else WARP)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether sums take so many registers that the threads that multiply need those of the others."""
+        return self.residents == 1 and self.rows * self.warpgroups >= WIDE
+
+    @property
+    def sums(self) -> int:
+        """32-bit sums of a block."""
+        return self.rows // 2 * self.warpgroups // self.split * WARPGROUP
+
+    @property
+    def shared_limit(self) -> int:
+        """What a block may have of shared memory."""
+        return SHARED_BYTES // self.residents - RESERVED_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: stages with two barriers each, sums that warpgroups leave, factors of rows."""
+        stage = (self.tokens + self.rows) * self.lines * LINE
+        busy = min(-(-self.tokens // 16) * WARP, WARPGROUP)
+        left = (self.split - 1) * busy * self.rows // 2 * 4 // (1 + (self.tokens <= 8))
+        # Instructions read 64 tokens whatever a block has: those of the last line may lie beyond all this.
+        beyond = max(0, INSTRUCTION * LINE - (stage - (self.lines - 1) * self.tokens * LINE)) if self.tokens > 8 else 0
+        return self.stages * (stage + 16) + left + 3 * 4 * self.rows + beyond
+
+    def fitted(self) -> CodeCut:
+        """The cut with as many of its stages as there is room for, none where not even one has."""
+        cut = self
+        while cut.shared_bytes > cut.shared_limit and cut.stages:
+            cut = replace(cut, stages=cut.stages - 1)
+        return cut
+
+
+FEW = 64
+"""Tokens up to which each multiprocessor takes a block of its own, as low as that makes it."""
+TALLEST = 256
+
+
+def code_cut_by_rule(layout: ProductLayout, tokens: int) -> CodeCut:
+    """A cut for shapes and devices that were not measured."""
+    if tokens > FEW:
+        return CodeCut(elsewhere=True)
+    width = next(size for size in (8, 16, 32, INSTRUCTION) if tokens <= size)
+    blocks = MULTIPROCESSORS * -(-layout.rows // (MULTIPROCESSORS * TALLEST))
+    rows = -(-layout.rows // blocks)
+    rows = -(-rows // 8) * 8 if rows <= 32 else -(-rows // 16) * 16
+    lines = 4 if rows <= 32 else 2 if rows <= 64 else 1
+    return CodeCut(width, rows, lines, MOST_STAGES, 2).fitted()
+
+
+def measured_code_cut(entries: Iterable[Mapping[str, Any]], layout: ProductLayout, tokens: int) -> CodeCut | None:
+    """The cut of the next larger M from the entries of one table, or None where no such shape was measured."""
+    shape = {("rows", layout.rows), ("columns", layout.columns), ("operand", layout.operand)}
+    measured = {entry["M"]: CodeCut(**entry["cut"]) for entry in entries if shape <= entry["layout"].items()}
+    return at_next_larger(measured, tokens)
+
+
+def code_cut_in(table: Table, layout: ProductLayout, tokens: int) -> CodeCut:
+    """The table's cut, or the one by rule."""
+    return measured_code_cut(table.code_cuts, layout, tokens) or code_cut_by_rule(layout, tokens)
+
+
+@cache
+def code_cut_by_table(layout: ProductLayout, tokens: int, device: str) -> CodeCut:
+    """The cut that was fastest on the device at the next larger M, or the one by rule."""
+    found = (measured_code_cut(table.code_cuts, layout, tokens) for table in tables_of(device))
+    return next((cut for cut in found if cut is not None), None) or code_cut_by_rule(layout, tokens)
+
+
+code_cut_for: Chosen[ProductLayout, CodeCut] = Chosen(code_cut_by_table)
+"""The cut for a product of so many tokens on a device of that name."""

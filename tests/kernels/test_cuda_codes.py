@@ -1,0 +1,77 @@
+"""Products of 8-bit codes in CUDA C++: what is taken, how it is cut, and the sources."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from fewbit.kernels.cuda.code_products import SOURCES, Problem
+from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.code_cuts import FEW, code_cut_for
+from fewbit.kernels.linear.cuda_fp8 import CudaFp8
+from fewbit.kernels.linear.cuda_int8 import CudaInt8
+from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.spec import DEVICES
+from tests.kernels.cuda_sources import asked, fields_of_problem
+from tests.kernels.layers import KEYS
+
+H200 = DEVICES["sm90"].with_software("cuda-core", "triton")
+
+
+def test_what_is_taken() -> None:
+    def taken(kernel: object) -> list[str]:
+        return [name for name, key in KEYS.items() if kernel.refuse(LinearRequest(key, 64, 256), H200) is None]
+
+    assert taken(CudaFp8()) == ["FP8", "FP8_DYNAMIC", "FP8 channel static", "FP8 tensor per token"]
+    integers = ["W8A8", "W8A8 f32 scales", "W8A8 static", "W8A8 asym", "W8A8 asym unsigned", "W8A8 asym static"]
+    assert taken(CudaInt8()) == integers
+
+
+@pytest.mark.parametrize(
+    ("key", "request_of", "device", "words"),
+    [
+        ("FP8", {}, DEVICES["sm90"].with_software("triton"), "cuda-core"),
+        ("FP8", {}, DEVICES["sm100"].with_software("cuda-core", "triton"), "10.0"),
+        ("FP8", {}, H200, "same bits"),
+        ("FP8_BLOCK", {}, H200, "one scale for each output feature"),
+        ("W8A8", {}, H200, "activations of e4m3"),
+        ("FP8", {"dtype": "f32"}, H200, "f32"),
+    ],
+)
+def test_refusals_name_what_is_missing(key: str, request_of: dict, device: object, words: str) -> None:
+    arguments = {"key": KEYS[key], "rows": 128, "columns": 512, "batch_invariant": words == "same bits"} | request_of
+    refusal = CudaFp8().refuse(LinearRequest(**arguments), device)
+    assert refusal is not None
+    assert words in refusal.reason
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "another device"])
+@pytest.mark.parametrize("operand", ["e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4096, 4096), (28672, 4096), (6144, 4096), (4096, 14336), (16, 32), (33, 65), (128256, 4096)]
+)
+def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, operand: str, device: str) -> None:
+    layout = ProductLayout(operand, "codes", rows, columns, 0, 0, "f32")
+    for tokens in (1, 8, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
+        cut = code_cut_for(layout, tokens, device)
+        if cut.elsewhere:
+            continue
+        assert cut.fitted() == cut
+        assert cut.stages >= 2
+        assert cut.rows % (8 if cut.rows <= 32 else 16) == 0
+        assert cut.rows <= 256
+        assert cut.tokens in (8, 16, 32) or cut.tokens == 64 * (1 if cut.tokens == FEW else cut.warpgroups)
+        assert cut.lines * 4 % cut.split == 0
+        assert (cut.tokens if not cut.shares_weight else cut.rows) % (8 * cut.cluster) == 0
+
+
+def test_sources_and_their_macros_go_with_each_other() -> None:
+    """Every name in capitals that a source uses and does not define is given by the launcher."""
+    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE"}
+    assert asked([*SOURCES, "bytes.cu"]) == given | {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
+
+
+def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
+    assert fields_of_problem("bytes.cuh") == [name for name, _ in Problem._fields_]
+    assert ctypes.sizeof(Problem) == 8 * 8 + 10 * 4
