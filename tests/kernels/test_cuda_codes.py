@@ -68,10 +68,12 @@ def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, o
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE"}
-    assert asked([*SOURCES, "bytes.cu"]) == given | {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
+    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE", "LATE"}
+    given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
+    assert asked([*SOURCES, "bytes.cu"]) == given
+    assert asked([*SOURCES, "grouped.cu"]) == given - {"ZEROS"}
 
 
 def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
     assert fields_of_problem("bytes.cuh") == [name for name, _ in Problem._fields_]
-    assert ctypes.sizeof(Problem) == 8 * 8 + 10 * 4
+    assert ctypes.sizeof(Problem) == 9 * 8 + 10 * 4

@@ -1,5 +1,14 @@
 // The kernel of products of 8-bit codes: who produces, who consumes, and what becomes of sums.
 
+constexpr int FACTORS = (ROWS + CONSUMERS - 1) / CONSUMERS;  // output features that a thread loads factors of
+// What warpgroups leave for the first: of threads that have tokens at all, a half of whose sums is of tokens 8 apart.
+constexpr int BUSY = TOKENS < 64 ? (TOKENS + 15) / 16 * 32 : 128;
+constexpr int KEPT = TOKENS <= 8 ? SUMS / 2 : SUMS;
+constexpr int LEFT_BYTES = (SPLIT - 1) * BUSY * KEPT * 4;
+static_assert(SPLIT * SLICES == LINES * SLICES_OF_LINE && (SLICES % SLICES_OF_LINE == 0 || SLICES_OF_LINE % SLICES == 0),
+              "warpgroups divide a stage");
+static_assert(TOKENS <= 64 || TOKENS == 64 * WARPGROUPS, "a warpgroup has 64 tokens");
+
 __device__ __forceinline__ void wait_for_warpgroups() { asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS) : "memory"); }
 
 // What multiplies and follows the sums of output features: loaded by all threads before a tile, shared after it.
@@ -182,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, RESIDENTS)
     const u32 stages = shared_address(memory), full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     Sum* left = reinterpret_cast<Sum*>(memory + STAGES * (STAGE_BYTES + 16));
     begin_ring(full, empty);
-    let_next_launch();
     const Walk walk(p);
+    if (LATE < 0) let_next_launch();
     if (threadIdx.x < CONSUMERS) {
 #if REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -199,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, RESIDENTS)
             const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
             const Cursor begin(p, walk, rank);
             Fetch fetch = {&x_map, &weight_map, p, walk, rank, read_once ? policy_evict_first() : policy_evict_normal(),
-                           policy_evict_normal(), begin, begin};
+                           policy_evict_normal(), begin, begin, walk.end - walk.first};
+            if (LATE >= fetch.left) let_next_launch();
             produce(fetch, walk, stages, full, empty);
         }
     }

@@ -7,7 +7,8 @@
 //
 // Compile-time: TOKENS (8, 16, 32, or 64 times warpgroups that divide them), ROWS (a multiple of 8 or, of more than 32,
 // of 16, up to 256), LINES (of a row in a stage), STAGES, WARPGROUPS, CLUSTER (blocks that share tokens, or output features
-// where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), INTEGER
+// where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), LATE (steps
+// that are still to be fetched when the next kernel is let in, or -1 where that is at once), INTEGER
 // (int8, else E4M3), HALF, ZEROS (whether tokens have
 // zero points), and REGISTERS and FEEDER_REGISTERS of a thread, 0 where all have as many.
 
@@ -20,16 +21,8 @@ constexpr int X_BYTES = LINES * X_LINE;
 constexpr int STAGE_BYTES = X_BYTES + LINES * W_LINE;
 constexpr int TILES = 1, SUMS = ROWS / 2;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS / SPLIT;
-constexpr int FACTORS = (ROWS + CONSUMERS - 1) / CONSUMERS;  // output features that a thread loads factors of
 
 constexpr int FEEDERS = REGISTERS ? 128 : 32;  // threads of which one feeds the others
-
-// What warpgroups leave for the first: of threads that have tokens at all, a half of whose sums is of tokens 8 apart.
-constexpr int BUSY = TOKENS < 64 ? (TOKENS + 15) / 16 * 32 : 128;
-constexpr int KEPT = TOKENS <= 8 ? SUMS / 2 : SUMS;
-constexpr int LEFT_BYTES = (SPLIT - 1) * BUSY * KEPT * 4;
-static_assert(SPLIT * SLICES == LINES * SLICES_OF_LINE && (SLICES % SLICES_OF_LINE == 0 || SLICES_OF_LINE % SLICES == 0),
-              "warpgroups divide a stage");
 
 #if INTEGER
 typedef int Sum;
@@ -41,6 +34,7 @@ struct Problem {
     u16* out;                  // [M, stride], of which N columns count
     const float* row_scale;    // [N]
     const float* weight_sums;  // [N] where tokens have zero points
+    const u16* group_scale;    // [groups, N] where sums of groups are scaled
     const u16* bias;           // [N] or null
     const float* x_scale;      // [M] or []
     const float* x_zero;       // [M] or []
@@ -93,6 +87,21 @@ struct Cursor {
     }
 };
 
+// A box of a stage; every block of a cluster fetches its part of what they share for all.
+template <int COUNT, bool SHARED>
+__device__ __forceinline__ void copy_part(const TensorMap* map, u32 to, int row, int line, u32 rank, u32 barrier,
+                                          u64 policy) {
+    if (CLUSTER == 1 || !SHARED) {
+        copy_lines(to, map, row, line, barrier, policy);
+        return;
+    }
+    constexpr int PART = COUNT / CLUSTER;
+#pragma unroll
+    for (int i = 0; i < LINES; i++)  // a box of one line, as lines of parts do not follow one another
+        copy_lines_to(to + (i * COUNT + rank * PART) * LINE, map, row + rank * PART, line + i, barrier, policy,
+                      (1 << CLUSTER) - 1);
+}
+
 struct Fetch {
     const TensorMap *x_map, *weight_map;
     const Problem& p;
@@ -100,29 +109,18 @@ struct Fetch {
     u32 rank;
     u64 of_weights, of_tokens;
     Cursor at_weights, at_tokens;
+    int left;  // steps whose tokens are still to come
 
     __device__ __forceinline__ void weights(int, u32 to, u32 barrier) {
         barrier_expect(barrier, STAGE_BYTES);
-        copy<ROWS, SHARES_WEIGHT>(weight_map, to + X_BYTES, at_weights.place.row, at_weights.depth * LINES, barrier, of_weights);
+        copy_part<ROWS, SHARES_WEIGHT>(weight_map, to + X_BYTES, at_weights.place.row, at_weights.depth * LINES, rank,
+                                       barrier, of_weights);
         at_weights.next(p, walk, rank);
     }
 
     __device__ __forceinline__ void tokens(int, u32 to, u32 barrier) {
-        copy<TOKENS, !SHARES_WEIGHT>(x_map, to, at_tokens.place.token, at_tokens.depth * LINES, barrier, of_tokens);
+        copy_part<TOKENS, !SHARES_WEIGHT>(x_map, to, at_tokens.place.token, at_tokens.depth * LINES, rank, barrier, of_tokens);
         at_tokens.next(p, walk, rank);
-    }
-
-    // Every block of a cluster fetches its part of what they share for all.
-    template <int COUNT, bool SHARED>
-    __device__ __forceinline__ void copy(const TensorMap* map, u32 to, int row, int line, u32 barrier, u64 policy) const {
-        if (CLUSTER == 1 || !SHARED) {
-            copy_lines(to, map, row, line, barrier, policy);
-            return;
-        }
-        constexpr int PART = COUNT / CLUSTER;
-#pragma unroll
-        for (int i = 0; i < LINES; i++)  // a box of one line, as lines of parts do not follow one another
-            copy_lines_to(to + (i * COUNT + rank * PART) * LINE, map, row + rank * PART, line + i, barrier, policy,
-                          (1 << CLUSTER) - 1);
+        if (left-- == LATE + 1) let_next_launch();
     }
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,6 +17,8 @@ from fewbit.kernels.cuda.sources import product_instruction, text
 from fewbit.kernels.linear.code_cuts import LINE, CodeCut
 from fewbit.kernels.linear.product_layout import ProductLayout
 
+LEAST_BUSY = 0.9
+GROUPED_WIDTH = 128  # tokens of an instruction where weights are its left operand
 SOURCES = ("hopper.cuh", "floats.cuh", "range.cuh", "bytes.cuh", "ring.cuh", "sums.cuh")
 
 
@@ -23,8 +26,8 @@ class Problem(ctypes.Structure):
     """The struct of the same name in `bytes.cuh`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "row_scale", "weight_sums", "bias", "x_scale", "x_zero")),
-        *((name, ctypes.c_void_p) for name in ("partial", "flags")),
+        *((name, ctypes.c_void_p) for name in ("out", "row_scale", "weight_sums", "group_scale", "bias", "x_scale")),
+        *((name, ctypes.c_void_p) for name in ("x_zero", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "depths", "token_tiles", "tiles", "parts")),
         *((name, ctypes.c_int) for name in ("scale_stride", "zero_stride")),
     )
@@ -38,39 +41,70 @@ def multiply(
 
     Args:
         tensors: of `product_tensors`, and `counters`, zero between calls.
-        bias: [N] in `dtype`, or None.
+        bias: [N] or None.
         layout: of codes under scales of rows.
 
     Raises:
         KernelError: there is no compiler, or the driver refuses.
     """
-    tokens, weight = codes.shape[0], tensors["weight"]
-    stride = layout.rows + layout.rows % 2
+    tokens, weight, device = codes.shape[0], tensors["weight"], codes.device.index
+    stride, fused = layout.rows + layout.rows % 2, bias if bias is None or bias.dtype == dtype else None
     out = codes.new_empty(tokens, stride, dtype=dtype)
-    per_token_tile = cut.tokens * (cut.cluster if cut.shares_weight else 1)
-    per_row_tile = cut.rows * (1 if cut.shares_weight else cut.cluster)
-    token_tiles, depths = -(-tokens // per_token_tile), -(-layout.width // (LINE * cut.lines))
-    tiles = token_tiles * -(-layout.rows // per_row_tile)
-    pieces = tiles if cut.whole else tiles * depths
-    clusters = min(pieces, multiprocessors(codes.device.index) // cut.cluster)
-    clusters = -(-pieces // -(-pieces // clusters))  # as few as are no slower
-    each, rest = divmod(tiles * depths, clusters)
-    cuts_tiles = not cut.whole and (rest or each % depths)
-    parts = depths // each if cuts_tiles and not rest and depths % each == 0 else 1
-    blocks = clusters * cut.cluster
-    partial = x_scale.new_empty(blocks * cut.sums if cuts_tiles else 0)
+    grid = _Grid.of(cut, tokens, layout, multiprocessors(device) // cut.cluster)
+    blocks = grid.clusters * cut.cluster
+    partial = x_scale.new_empty(blocks * cut.sums if grid.divides else 0)
+    pointers = (
+        out, tensors["row_scale"], tensors["weight_sums"], tensors["scale"], fused, x_scale, x_zero, partial,
+        tensors["counters"],
+    )  # fmt: skip
     problem = Problem(
-        out.data_ptr(), tensors["row_scale"].data_ptr(), tensors["weight_sums"].data_ptr(),
-        None if bias is None else bias.data_ptr(), x_scale.data_ptr(), None if x_zero is None else x_zero.data_ptr(),
-        partial.data_ptr(), tensors["counters"].data_ptr(), tokens, layout.rows, stride, depths, token_tiles, tiles,
-        parts, int(x_scale.dim() > 0), int(x_zero is not None and x_zero.dim() > 0),
+        *(None if tensor is None else tensor.data_ptr() for tensor in pointers), tokens, layout.rows, stride,
+        grid.depths, grid.token_tiles, grid.tiles, grid.parts, int(x_scale.dim() > 0),
+        int(x_zero is not None and x_zero.dim() > 0),
     )  # fmt: skip
     shared = cut.cluster if cut.cluster > 1 else 0
     x_map = _boxes(codes, cut.tokens, cut.lines, 0 if cut.shares_weight else shared)
     weight_map = _boxes(weight, cut.rows, cut.lines, shared if cut.shares_weight else 0)
-    function = _product(layout.operand, dtype == torch.float16, x_zero is not None, cut, codes.device.index)
+    function = _product(layout.operand, dtype == torch.float16, x_zero is not None, cut, device)
     function.launch(blocks, addresses(x_map, weight_map, problem), stream_of(codes))
-    return out if stride == layout.rows else out[:, : layout.rows].contiguous()
+    product = out if stride == layout.rows else out[:, : layout.rows].contiguous()
+    return product if fused is bias else product.add_(bias)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How the work is shared out.
+
+    Attributes:
+        tiles: of a cluster's tokens and output features.
+        token_tiles: of them, those of the same output features.
+        depths: steps of a tile.
+        clusters: of the launch.
+        divides: whether tiles are divided by ranges.
+        parts: equal ranges of a tile, or 1.
+    """
+
+    tiles: int
+    token_tiles: int
+    depths: int
+    clusters: int
+    divides: bool
+    parts: int
+
+    @classmethod
+    @cache
+    def of(cls, cut: CodeCut, tokens: int, layout: ProductLayout, room: int) -> _Grid:
+        """For a device that has room for so many clusters, as few of them as are no slower."""
+        token_tiles = -(-tokens // (cut.tokens * (cut.cluster if cut.shares_weight else 1)))
+        tiles = token_tiles * -(-layout.rows // (cut.rows * (1 if cut.shares_weight else cut.cluster)))
+        depths = -(-layout.width // (LINE * cut.lines))
+        if cut.whole:
+            return cls(tiles, token_tiles, depths, -(-tiles // -(-tiles // min(tiles, room))), False, 1)
+        parts, work = room // tiles, tiles * depths
+        if parts > 1 and depths % parts == 0 and tiles * parts >= LEAST_BUSY * room:
+            return cls(tiles, token_tiles, depths, tiles * parts, True, parts)
+        each = -(-work // min(work, room))
+        return cls(tiles, token_tiles, depths, -(-work // each), work % each > 0 or each % depths > 0, 1)
 
 
 def _boxes(matrix: Tensor, rows: int, lines: int, sharers: int) -> ctypes.Structure:
@@ -79,8 +113,9 @@ def _boxes(matrix: Tensor, rows: int, lines: int, sharers: int) -> ctypes.Struct
 
 @cache
 def _product(operand: str, half: bool, zeros: bool, cut: CodeCut, device: int) -> Function:
+    name = "multiply_groups" if cut.grouped else "multiply_bytes"
     with torch.cuda.device(device):
-        return load(product_code(operand, half, zeros, cut), "multiply_bytes", cut.threads, cut.shared_bytes)
+        return load(product_code(operand, half, zeros, cut), name, cut.threads, cut.shared_bytes)
 
 
 def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut) -> bytes:
@@ -98,9 +133,10 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut) -> bytes:
     macros = {
         "TOKENS": cut.tokens, "ROWS": cut.rows, "LINES": cut.lines, "STAGES": cut.stages,
         "WARPGROUPS": cut.warpgroups, "CLUSTER": cut.cluster, "SHARES_WEIGHT": int(cut.shares_weight),
-        "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "INTEGER": int(operand == "int8"), "HALF": int(half),
-        "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
+        "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "LATE": cut.late, "INTEGER": int(operand == "int8"),
+        "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
     }  # fmt: skip
-    instruction = product_instruction(cut.rows, operand, in_registers=False)
-    source = "".join([*(text(name) for name in SOURCES), instruction, text("bytes.cu")])
+    width, last = (GROUPED_WIDTH, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
+    instruction = product_instruction(width, operand, in_registers=False)
+    source = "".join([*(text(name) for name in SOURCES), instruction, text(last)])
     return compiled(source, macros, ARCHITECTURE)

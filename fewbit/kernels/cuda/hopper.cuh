@@ -151,6 +151,12 @@ __device__ __forceinline__ void load_matrices(u32 (&found)[4], u32 address) {
                  : "r"(address));
 }
 
+__device__ __forceinline__ u16 load_shared2(u32 address) {
+    u16 found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address));
+    return found;
+}
+
 // Global memory shared by blocks.
 
 __device__ __forceinline__ void flag_set(u32* flag) {

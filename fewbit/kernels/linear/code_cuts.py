@@ -35,6 +35,9 @@ class CodeCut:
         shares_weight: blocks of a cluster share the weight and take other tokens, else the other way around.
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         whole: blocks take whole tiles; else the work is cut into equal ranges, which tiles may be divided by.
+        late: steps that are still to be fetched when the next kernel is let in, which weights of another resident block
+            then follow; -1 where that is at once.
+        grouped: weights have scales of groups, and output features are what warpgroups divide, 64 each.
         elsewhere: the product by the plan of the Triton program, or the vendor's, instead.
     """
 
@@ -47,6 +50,8 @@ class CodeCut:
     shares_weight: bool = False
     residents: int = 1
     whole: bool = True
+    late: int = 0
+    grouped: bool = False
     elsewhere: bool = False
 
     @property
@@ -62,7 +67,7 @@ class CodeCut:
     @property
     def is_wide(self) -> bool:
         """Whether sums take so many registers that the threads that multiply need those of the others."""
-        return self.residents == 1 and self.rows * self.warpgroups >= WIDE
+        return self.grouped or (self.residents == 1 and self.rows * self.warpgroups >= WIDE)
 
     @property
     def sums(self) -> int:
@@ -82,7 +87,8 @@ class CodeCut:
         left = (self.split - 1) * busy * self.rows // 2 * 4 // (1 + (self.tokens <= 8))
         # Instructions read 64 tokens whatever a block has: those of the last line may lie beyond all this.
         beyond = max(0, INSTRUCTION * LINE - (stage - (self.lines - 1) * self.tokens * LINE)) if self.tokens > 8 else 0
-        return self.stages * (stage + 16) + left + 3 * 4 * self.rows + beyond
+        scales = self.stages * 2 * self.rows if self.grouped else 3 * 4 * self.rows
+        return self.stages * (stage + 16) + left + scales + beyond
 
     def fitted(self) -> CodeCut:
         """The cut with as many of its stages as there is room for, none where not even one has."""
@@ -93,18 +99,29 @@ class CodeCut:
 
 
 FEW = 64
-"""Tokens up to which each multiprocessor takes a block of its own, as low as that makes it."""
+"""Tokens up to which warpgroups divide the input features."""
 TALLEST = 256
+_WIDTHS = (8, 16, 32, INSTRUCTION)
+
+
+def block_tokens(tokens: int) -> int:
+    """Of a block that takes as many of the tokens as it can without reading others in vain."""
+    return next((width for width in _WIDTHS if tokens <= width), 2 * INSTRUCTION)
+
+
+def block_rows(rows: int, token_tiles: int) -> int:
+    """Output features of a block so that blocks fill a device of `MULTIPROCESSORS`, in as few turns as there are."""
+    turns = -(-rows * token_tiles // (MULTIPROCESSORS * TALLEST))
+    height = -(-rows * token_tiles // (MULTIPROCESSORS * turns))
+    return -(-height // 8) * 8 if height <= 32 else min(TALLEST, -(-height // 16) * 16)
 
 
 def code_cut_by_rule(layout: ProductLayout, tokens: int) -> CodeCut:
     """A cut for shapes and devices that were not measured."""
+    width = block_tokens(tokens)
+    rows = block_rows(layout.rows, -(-tokens // width))
     if tokens > FEW:
         return CodeCut(elsewhere=True)
-    width = next(size for size in (8, 16, 32, INSTRUCTION) if tokens <= size)
-    blocks = MULTIPROCESSORS * -(-layout.rows // (MULTIPROCESSORS * TALLEST))
-    rows = -(-layout.rows // blocks)
-    rows = -(-rows // 8) * 8 if rows <= 32 else -(-rows // 16) * 16
     lines = 4 if rows <= 32 else 2 if rows <= 64 else 1
     return CodeCut(width, rows, lines, MOST_STAGES, 2).fitted()
 
