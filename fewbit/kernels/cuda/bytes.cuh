@@ -31,15 +31,15 @@ typedef float Sum;
 #endif
 
 struct Problem {
-    u16* out;                  // [M, stride], of which N columns count
-    const float* row_scale;    // [N]
-    const float* weight_sums;  // [N] where tokens have zero points
-    const u16* group_scale;    // [groups, N] where sums of groups are scaled
-    const u16* bias;           // [N] or null
-    const float* x_scale;      // [M] or []
-    const float* x_zero;       // [M] or []
-    Sum* partial;              // [blocks, sums of a block]
-    u32* flags;                // as many as blocks, zero between launches
+    u16* out;                          // [M, stride], of which N columns count
+    const float* row_scale;            // [N]
+    const float* weight_sums;          // [N] where tokens have zero points
+    const unsigned char* group_scale;  // [groups, N] where sums of groups are scaled
+    const u16* bias;                   // [N] or null
+    const float* x_scale;              // [M] or []
+    const float* x_zero;               // [M] or []
+    Sum* partial;                      // [blocks, sums of a block]
+    u32* flags;                        // as many as blocks, zero between launches
     int tokens, rows, stride, depths, token_tiles, tiles, parts, scale_stride, zero_stride;
 };
 

@@ -65,7 +65,8 @@ def multiply(
     shared = cut.cluster if cut.cluster > 1 else 0
     x_map = _boxes(codes, cut.tokens, cut.lines, 0 if cut.shares_weight else shared)
     weight_map = _boxes(weight, cut.rows, cut.lines, shared if cut.shares_weight else 0)
-    function = _product(layout.operand, dtype == torch.float16, x_zero is not None, cut, device)
+    scale_width = tensors["scale"].element_size() if cut.grouped else 0
+    function = _product(layout.operand, dtype == torch.float16, x_zero is not None, cut, scale_width, device)
     function.launch(blocks, addresses(x_map, weight_map, problem), stream_of(codes))
     product = out if stride == layout.rows else out[:, : layout.rows].contiguous()
     return product if fused is bias else product.add_(bias)
@@ -112,19 +113,20 @@ def _boxes(matrix: Tensor, rows: int, lines: int, sharers: int) -> ctypes.Struct
 
 
 @cache
-def _product(operand: str, half: bool, zeros: bool, cut: CodeCut, device: int) -> Function:
+def _product(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_width: int, device: int) -> Function:
     name = "multiply_groups" if cut.grouped else "multiply_bytes"
     with torch.cuda.device(device):
-        return load(product_code(operand, half, zeros, cut), name, cut.threads, cut.shared_bytes)
+        return load(product_code(operand, half, zeros, cut, scale_width), name, cut.threads, cut.shared_bytes)
 
 
-def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut) -> bytes:
+def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_width: int = 0) -> bytes:
     """Machine code of the product, compiled for a cut.
 
     Args:
         operand: `int8` or `e4m3`.
         half: whether results are f16, else bf16.
         zeros: whether tokens have zero points.
+        scale_width: bytes of a scale of groups, 2 of bf16 or 4 of float32, for a grouped cut.
 
     Raises:
         KernelError: there is no compiler.
@@ -135,6 +137,7 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut) -> bytes:
         "WARPGROUPS": cut.warpgroups, "CLUSTER": cut.cluster, "SHARES_WEIGHT": int(cut.shares_weight),
         "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "LATE": cut.late, "INTEGER": int(operand == "int8"),
         "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
+        "SCALE_WIDTH": scale_width,
     }  # fmt: skip
     width, last = (GROUPED_WIDTH, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
     instruction = product_instruction(width, operand, in_registers=False)

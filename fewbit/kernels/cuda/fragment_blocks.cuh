@@ -1,19 +1,5 @@
 // What a thread takes of a stage, and what becomes of its sums.
 
-__device__ __forceinline__ uint4 load_shared16(u32 address) {
-    uint4 found;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
-                 : "r"(address));
-    return found;
-}
-
-__device__ __forceinline__ u32 load_shared4(u32 address) {
-    u32 found;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
-    return found;
-}
-
 // What a thread needs of a stage's weights.
 struct Share {
     u32 codes[TILES][DEPTH / 16], scales[TILES][DEPTH / GROUP], zeros[TILES][DEPTH / GROUP];

@@ -3,14 +3,16 @@
 //
 // Here output features are the left operand, 64 a warpgroup, so that a thread has two scales a group, and tokens the right
 // one, in parts of WIDTH, whose sums of a group are in registers one after another. Constants and walk are those of
-// `bytes.cuh`, with whole tiles, a line in a stage, and GROUPED scales of 16 bits beside each.
+// `bytes.cuh`, with whole tiles and a line in a stage, whose scales lie beside: SCALE_WIDTH is 2 (bf16) or 4 (float32) bytes.
 
 constexpr int WIDTH = 128;
 constexpr int PARTS = TOKENS / WIDTH;
 constexpr int PART_SUMS = WIDTH / 2;
-constexpr int SCALE_BYTES = ROWS * 2;
+constexpr int SCALE_BYTES = ROWS * SCALE_WIDTH;
 
-__device__ __forceinline__ float widen_bf16(u16 number) { return __uint_as_float((u32)number << 16); }
+__device__ __forceinline__ float load_scale(u32 address) {
+    return __uint_as_float(SCALE_WIDTH == 4 ? load_shared4(address) : (u32)load_shared2(address) << 16);
+}
 
 struct Groups {
     const TensorMap *x_map, *weight_map;
@@ -24,9 +26,10 @@ struct Groups {
     __device__ __forceinline__ void weights(int, u32, u32) {}
 
     __device__ __forceinline__ void tokens(int, u32 to, u32 barrier) {
-        const u32 bytes = min(ROWS, p.rows - at.place.row) * 2;
+        const u32 bytes = min(ROWS, p.rows - at.place.row) * SCALE_WIDTH;
         barrier_expect(barrier, STAGE_BYTES + bytes);
-        copy_bytes(scales + stage * SCALE_BYTES, p.group_scale + (u64)at.depth * p.rows + at.place.row, bytes, barrier, policy);
+        copy_bytes(scales + stage * SCALE_BYTES, p.group_scale + ((u64)at.depth * p.rows + at.place.row) * SCALE_WIDTH, bytes,
+                   barrier, policy);
         if (++stage == STAGES) stage = 0;
         copy_part<ROWS, SHARES_WEIGHT>(weight_map, to + X_BYTES, at.place.row, at.depth, rank, barrier, policy);
         copy_part<TOKENS, !SHARES_WEIGHT>(x_map, to, at.place.token, at.depth, rank, barrier, policy);
@@ -72,7 +75,7 @@ __device__ __forceinline__ void store_columns(const Problem& p, const float (&su
 __device__ __forceinline__ void consume(const Problem& p, const Walk& walk, u32 stages, u32 scales, u32 full, u32 empty) {
     const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const u32 scale_at = scales + (warpgroup * 64 + warp * 16 + lane / 4) * 2;
+    const u32 scale_at = scales + (warpgroup * 64 + warp * 16 + lane / 4) * SCALE_WIDTH;
     Turn turn;
     wait_for_previous();
     for (int step = walk.first; step < walk.end;) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Walk& walk, u32 
             barrier_wait(full + 8 * turn.stage, turn.parity);
             const u32 at = stages + turn.stage * STAGE_BYTES, scales_at = scale_at + turn.stage * SCALE_BYTES;
             const u64 weight = describe_rows(at + X_BYTES + warpgroup * 64 * LINE), x = describe_rows(at);
-            const float scale[2] = {widen_bf16(load_shared2(scales_at)), widen_bf16(load_shared2(scales_at + 16))};
+            const float scale[2] = {load_scale(scales_at), load_scale(scales_at + 8 * SCALE_WIDTH)};
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 multiply_fence();

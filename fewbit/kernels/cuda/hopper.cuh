@@ -151,6 +151,20 @@ __device__ __forceinline__ void load_matrices(u32 (&found)[4], u32 address) {
                  : "r"(address));
 }
 
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+                 : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+    u32 found;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
+    return found;
+}
+
 __device__ __forceinline__ u16 load_shared2(u32 address) {
     u16 found;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address));

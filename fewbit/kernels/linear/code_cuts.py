@@ -87,7 +87,7 @@ class CodeCut:
         left = (self.split - 1) * busy * self.rows // 2 * 4 // (1 + (self.tokens <= 8))
         # Instructions read 64 tokens whatever a block has: those of the last line may lie beyond all this.
         beyond = max(0, INSTRUCTION * LINE - (stage - (self.lines - 1) * self.tokens * LINE)) if self.tokens > 8 else 0
-        scales = self.stages * 2 * self.rows if self.grouped else 3 * 4 * self.rows
+        scales = self.stages * 4 * self.rows if self.grouped else 3 * 4 * self.rows
         return self.stages * (stage + 16) + left + scales + beyond
 
     def fitted(self) -> CodeCut:
