@@ -68,7 +68,18 @@ def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, o
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE", "LATE"}
+    given = {
+        "TOKENS",
+        "ROWS",
+        "LINES",
+        "STAGES",
+        "WARPGROUPS",
+        "CLUSTER",
+        "SHARES_WEIGHT",
+        "RESIDENTS",
+        "WHOLE",
+        "LATE",
+    }
     given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
     assert asked([*SOURCES, "bytes.cu"]) == given
     assert asked([*SOURCES, "grouped.cu"]) == given - {"ZEROS"} | {"SCALE_WIDTH"}
