@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fewbit.kernels.cuda.code_products import SOURCES, Problem
+from fewbit.kernels.cuda.code_products import SOURCES, Problem, _Grid
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.code_cuts import FEW, code_cut_for
+from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_for
 from fewbit.kernels.linear.cuda_fp8 import CudaFp8
 from fewbit.kernels.linear.cuda_int8 import CudaInt8
 from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.kernels.linear.tile_plans import MULTIPROCESSORS
+from fewbit.kernels.tuned.code_cuts import code_cut_candidates
 from fewbit.spec import DEVICES
 from tests.kernels.cuda_sources import asked, fields_of_problem
 from tests.kernels.layers import KEYS
@@ -46,24 +50,51 @@ def test_refusals_name_what_is_missing(key: str, request_of: dict, device: objec
     assert words in refusal.reason
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H200", "another device"])
+LAYERS = [(4096, 4096), (28672, 4096), (6144, 4096), (4096, 14336), (16, 32), (33, 65), (128256, 4096)]
+
+
+def assert_compilable(cut: CodeCut) -> None:
+    """What `bytes.cu` demands of its macros."""
+    assert cut.fitted() == cut
+    assert cut.stages >= 2
+    assert cut.rows % (8 if cut.rows <= 32 else 16) == 0
+    assert cut.rows <= 256
+    assert cut.tokens in (8, 16, 32) or cut.tokens == 64 * (1 if cut.tokens == FEW else cut.warpgroups)
+    assert cut.lines * 4 % cut.split == 0
+    assert (cut.rows if cut.shares_weight else cut.tokens) % (8 * cut.cluster) == 0
+
+
 @pytest.mark.parametrize("operand", ["e4m3", "int8"])
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(4096, 4096), (28672, 4096), (6144, 4096), (4096, 14336), (16, 32), (33, 65), (128256, 4096)]
-)
-def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, operand: str, device: str) -> None:
+@pytest.mark.parametrize(("rows", "columns"), LAYERS)
+def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, operand: str) -> None:
     layout = ProductLayout(operand, "codes", rows, columns, 0, 0, "f32")
     for tokens in (1, 8, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
-        cut = code_cut_for(layout, tokens, device)
-        if cut.elsewhere:
-            continue
-        assert cut.fitted() == cut
-        assert cut.stages >= 2
-        assert cut.rows % (8 if cut.rows <= 32 else 16) == 0
-        assert cut.rows <= 256
-        assert cut.tokens in (8, 16, 32) or cut.tokens == 64 * (1 if cut.tokens == FEW else cut.warpgroups)
-        assert cut.lines * 4 % cut.split == 0
-        assert (cut.tokens if not cut.shares_weight else cut.rows) % (8 * cut.cluster) == 0
+        chosen = {code_cut_for(layout, tokens, device) for device in ("NVIDIA H200", "another device")}
+        candidates = list(code_cut_candidates(layout, tokens))
+        assert len(set(candidates)) == len(candidates) > 1
+        for cut in chosen | set(candidates):
+            if not cut.elsewhere:
+                assert_compilable(cut)
+
+
+@given(st.integers(1, 200_000), st.integers(1, 40))
+def test_blocks_fill_the_device_without_a_turn_for_a_few(rows: int, token_tiles: int) -> None:
+    height = block_rows(rows, token_tiles)
+    blocks = -(-rows // height) * token_tiles
+    turns = -(-blocks // MULTIPROCESSORS)
+    assert turns <= -(-rows * token_tiles // (MULTIPROCESSORS * TALLEST)) + token_tiles
+    assert 8 <= height <= TALLEST
+
+
+def test_the_work_is_shared_out_evenly() -> None:
+    layout = ProductLayout("e4m3", "codes", 4096, 14336, 0, 0, "f32")
+    whole = _Grid.of(CodeCut(8, 32), 1, layout, 132)
+    assert (whole.tiles, whole.clusters, whole.divides) == (128, 128, False)
+    shared = _Grid.of(CodeCut(128, 128, warpgroups=2, cluster=2, shares_weight=True, whole=False), 256, layout, 66)
+    assert (shared.tiles, shared.clusters, shared.parts, shared.divides) == (32, 64, 2, True)
+    ranges = _Grid.of(CodeCut(128, 192, warpgroups=2, cluster=2, shares_weight=True, whole=False), 256, layout, 66)
+    assert (ranges.parts, ranges.divides) == (1, True)
+    assert ranges.clusters * -(-ranges.tiles * ranges.depths // ranges.clusters) >= ranges.tiles * ranges.depths
 
 
 def test_sources_and_their_macros_go_with_each_other() -> None:

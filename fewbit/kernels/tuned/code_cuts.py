@@ -31,6 +31,7 @@ OPERANDS = {"cuda_fp8": "e4m3", "cuda_int8": "int8"}
 FEWEST_STAGES = 2
 LOW, NARROW = 32, 96
 """Output features of a block up to which four lines have room in a stage, and two blocks on a multiprocessor."""
+SHARED_ROWS = 16  # of which each block of two takes whole groups of eight
 DIVIDED = {128: (64, 128), 256: (128, 192, 256)}
 """Tokens -> output features of tiles that several blocks have parts of."""
 
@@ -61,7 +62,7 @@ def _of_few(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]:
 def _of_many(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]:
     width = block_tokens(tokens)
     rows = block_rows(layout.rows, -(-tokens // width))
-    for shares_weight in (False, True):
+    for shares_weight in (False, True) if rows % SHARED_ROWS == 0 else (False,):
         cut = CodeCut(width, rows, 1, MOST_STAGES, 2, 2, shares_weight)
         yield cut
         if rows <= NARROW:
