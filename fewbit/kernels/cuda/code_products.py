@@ -18,7 +18,6 @@ from fewbit.kernels.linear.code_cuts import LINE, CodeCut
 from fewbit.kernels.linear.product_layout import ProductLayout
 
 LEAST_BUSY = 0.9
-GROUPED_WIDTH = 128  # tokens of an instruction where weights are its left operand
 SOURCES = ("hopper.cuh", "floats.cuh", "range.cuh", "bytes.cuh", "ring.cuh", "sums.cuh")
 
 
@@ -139,7 +138,7 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_widt
         "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
         "SCALE_WIDTH": scale_width,
     }  # fmt: skip
-    width, last = (GROUPED_WIDTH, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
+    width, last = (cut.grouped_width, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
     instruction = product_instruction(width, operand, in_registers=False)
     source = "".join([*(text(name) for name in SOURCES), instruction, text(last)])
     return compiled(source, macros, ARCHITECTURE)

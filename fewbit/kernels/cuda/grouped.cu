@@ -5,7 +5,7 @@
 // one, in parts of WIDTH, whose sums of a group are in registers one after another. Constants and walk are those of
 // `bytes.cuh`, with whole tiles and a line in a stage, whose scales lie beside: SCALE_WIDTH is 2 (bf16) or 4 (float32) bytes.
 
-constexpr int WIDTH = 128;
+constexpr int WIDTH = TOKENS <= 192 ? TOKENS : 128;
 constexpr int PARTS = TOKENS / WIDTH;
 constexpr int PART_SUMS = WIDTH / 2;
 constexpr int SCALE_BYTES = ROWS * SCALE_WIDTH;

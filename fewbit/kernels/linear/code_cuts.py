@@ -75,6 +75,11 @@ class CodeCut:
         return self.rows // 2 * self.warpgroups // self.split * WARPGROUP
 
     @property
+    def grouped_width(self) -> int:
+        """Tokens of an instruction whose left operand is the weight: half of 256, whose sums leave no registers."""
+        return self.tokens if self.tokens <= 192 else 128
+
+    @property
     def shared_limit(self) -> int:
         """What a block may have of shared memory."""
         return SHARED_BYTES // self.residents - RESERVED_BYTES
