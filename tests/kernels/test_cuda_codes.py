@@ -111,7 +111,7 @@ def test_sources_and_their_macros_go_with_each_other() -> None:
         "WHOLE",
         "LATE",
     }
-    given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
+    given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS", "PREFETCHED"}
     assert asked([*SOURCES, "bytes.cu"]) == given
     assert asked([*SOURCES, "grouped.cu"]) == given - {"ZEROS"} | {"SCALE_WIDTH"}
 

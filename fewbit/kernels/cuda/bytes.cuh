@@ -8,7 +8,8 @@
 // Compile-time: TOKENS (8, 16, 32, or 64 times warpgroups that divide them), ROWS (a multiple of 8 or, of more than 32,
 // of 16, up to 256), LINES (of a row in a stage), STAGES, WARPGROUPS, CLUSTER (blocks that share tokens, or output features
 // where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), LATE (steps
-// that are still to be fetched when the next kernel is let in, or -1 where that is at once), INTEGER
+// that are still to be fetched when the next kernel is let in, or -1 where that is at once),
+// PREFETCHED (steps whose weights come into the second-level cache meanwhile), INTEGER
 // (int8, else E4M3), HALF, ZEROS (whether tokens have
 // zero points), and REGISTERS and FEEDER_REGISTERS of a thread, 0 where all have as many.
 
@@ -116,6 +117,16 @@ struct Fetch {
         copy_part<ROWS, SHARES_WEIGHT>(weight_map, to + X_BYTES, at_weights.place.row, at_weights.depth * LINES, rank,
                                        barrier, of_weights);
         at_weights.next(p, walk, rank);
+    }
+
+    // Weights that follow those for which there are stages.
+    __device__ __forceinline__ void prefetch(int count) const {
+        if (PREFETCHED == 0) return;
+        Cursor at = at_weights;
+        for (int i = 0; i < min(count, PREFETCHED); i++) {
+            prefetch_lines(weight_map, at.place.row, at.depth * LINES);
+            at.next(p, walk, rank);
+        }
     }
 
     __device__ __forceinline__ void tokens(int, u32 to, u32 barrier) {

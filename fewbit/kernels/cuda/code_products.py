@@ -136,7 +136,7 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_widt
         "WARPGROUPS": cut.warpgroups, "CLUSTER": cut.cluster, "SHARES_WEIGHT": int(cut.shares_weight),
         "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "LATE": cut.late, "INTEGER": int(operand == "int8"),
         "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
-        "SCALE_WIDTH": scale_width,
+        "SCALE_WIDTH": scale_width, "PREFETCHED": cut.prefetched,
     }  # fmt: skip
     width, last = (cut.grouped_width, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
     instruction = product_instruction(width, operand, in_registers=False)

@@ -37,6 +37,8 @@ class CodeCut:
         whole: blocks take whole tiles; else the work is cut into equal ranges, which tiles may be divided by.
         late: steps that are still to be fetched when the next kernel is let in, which weights of another resident block
             then follow; -1 where that is at once.
+        prefetched: steps beyond the stages whose weights are brought into the second-level cache while the kernel before
+            runs.
         grouped: weights have scales of groups, and output features are what warpgroups divide, 64 each.
         elsewhere: the product by the plan of the Triton program, or the vendor's, instead.
     """
@@ -51,6 +53,7 @@ class CodeCut:
     residents: int = 1
     whole: bool = True
     late: int = 0
+    prefetched: int = 0
     grouped: bool = False
     elsewhere: bool = False
 
