@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fewbit.kernels.cuda.code_products import SOURCES, Problem, _Grid
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_for
+from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_for, group_cut
 from fewbit.kernels.linear.cuda_fp8 import CudaFp8
 from fewbit.kernels.linear.cuda_int8 import CudaInt8
 from fewbit.kernels.linear.product_layout import ProductLayout
@@ -86,6 +86,17 @@ def test_blocks_fill_the_device_without_a_turn_for_a_few(rows: int, token_tiles:
     assert 8 <= height <= TALLEST
 
 
+@pytest.mark.parametrize("rows", [128, 4096, 6144, 28672])
+def test_cuts_of_groups_fit(rows: int) -> None:
+    for tokens in (1, 300, 1024, 4096):
+        cut = group_cut(rows, tokens)
+        assert cut.grouped
+        assert cut.fitted() == cut
+        assert cut.stages >= 3
+        assert cut.rows == 64 * cut.warpgroups
+        assert cut.tokens % cut.grouped_width == 0
+
+
 def test_the_work_is_shared_out_evenly() -> None:
     layout = ProductLayout("e4m3", "codes", 4096, 14336, 0, 0, "f32")
     whole = _Grid.of(CodeCut(8, 32), 1, layout, 132)
@@ -99,19 +110,8 @@ def test_the_work_is_shared_out_evenly() -> None:
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    given = {
-        "TOKENS",
-        "ROWS",
-        "LINES",
-        "STAGES",
-        "WARPGROUPS",
-        "CLUSTER",
-        "SHARES_WEIGHT",
-        "RESIDENTS",
-        "WHOLE",
-        "LATE",
-    }
-    given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS", "PREFETCHED"}
+    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE"}
+    given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
     assert asked([*SOURCES, "bytes.cu"]) == given
     assert asked([*SOURCES, "grouped.cu"]) == given - {"ZEROS"} | {"SCALE_WIDTH"}
 

@@ -192,7 +192,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, RESIDENTS)
     Sum* left = reinterpret_cast<Sum*>(memory + STAGES * (STAGE_BYTES + 16));
     begin_ring(full, empty);
     const Walk walk(p);
-    if (LATE < 0) let_next_launch();
     if (threadIdx.x < CONSUMERS) {
 #if REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -208,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, RESIDENTS)
             const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
             const Cursor begin(p, walk, rank);
             Fetch fetch = {&x_map, &weight_map, p, walk, rank, read_once ? policy_evict_first() : policy_evict_normal(),
-                           policy_evict_normal(), begin, begin, walk.end - walk.first};
-            if (LATE >= fetch.left) let_next_launch();
+                           policy_evict_normal(), begin, begin};
             produce(fetch, walk, stages, full, empty);
+            let_next_launch();  // earlier it would take memory's time from this one
         }
     }
     if (CLUSTER > 1) cluster_sync();

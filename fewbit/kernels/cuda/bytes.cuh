@@ -7,9 +7,7 @@
 //
 // Compile-time: TOKENS (8, 16, 32, or 64 times warpgroups that divide them), ROWS (a multiple of 8 or, of more than 32,
 // of 16, up to 256), LINES (of a row in a stage), STAGES, WARPGROUPS, CLUSTER (blocks that share tokens, or output features
-// where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), LATE (steps
-// that are still to be fetched when the next kernel is let in, or -1 where that is at once),
-// PREFETCHED (steps whose weights come into the second-level cache meanwhile), INTEGER
+// where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), INTEGER
 // (int8, else E4M3), HALF, ZEROS (whether tokens have
 // zero points), and REGISTERS and FEEDER_REGISTERS of a thread, 0 where all have as many.
 
@@ -72,6 +70,8 @@ struct Place {
         else
             row = row * CLUSTER + rank;
         token *= TOKENS, row *= ROWS;
+        // A block that reaches beyond the weight would read it several times as slowly: it does a part of another's once more.
+        if (WHOLE && p.rows % 8 == 0 && p.rows >= ROWS) row = min(row, p.rows - ROWS);
     }
 };
 
@@ -110,7 +110,6 @@ struct Fetch {
     u32 rank;
     u64 of_weights, of_tokens;
     Cursor at_weights, at_tokens;
-    int left;  // steps whose tokens are still to come
 
     __device__ __forceinline__ void weights(int, u32 to, u32 barrier) {
         barrier_expect(barrier, STAGE_BYTES);
@@ -119,19 +118,8 @@ struct Fetch {
         at_weights.next(p, walk, rank);
     }
 
-    // Weights that follow those for which there are stages.
-    __device__ __forceinline__ void prefetch(int count) const {
-        if (PREFETCHED == 0) return;
-        Cursor at = at_weights;
-        for (int i = 0; i < min(count, PREFETCHED); i++) {
-            prefetch_lines(weight_map, at.place.row, at.depth * LINES);
-            at.next(p, walk, rank);
-        }
-    }
-
     __device__ __forceinline__ void tokens(int, u32 to, u32 barrier) {
         copy_part<TOKENS, !SHARES_WEIGHT>(x_map, to, at_tokens.place.token, at_tokens.depth * LINES, rank, barrier, of_tokens);
         at_tokens.next(p, walk, rank);
-        if (left-- == LATE + 1) let_next_launch();
     }
 };

@@ -33,12 +33,15 @@ class Problem(ctypes.Structure):
 
 
 def multiply(
-    codes: Tensor, x_scale: Tensor, x_zero: Tensor | None, tensors: Mapping[str, Tensor], bias: Tensor | None,
-    layout: ProductLayout, cut: CodeCut, dtype: torch.dtype,
+    codes: Tensor, tokens: int, x_scale: Tensor, x_zero: Tensor | None, tensors: Mapping[str, Tensor],
+    bias: Tensor | None, layout: ProductLayout, cut: CodeCut, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] of codes [M, width] with their scales and zero points, see `programs.activations.quantized`.
+    """y [M, N] of codes with their scales and zero points, see `programs.activations.quantized`.
 
     Args:
+        codes: [rows, width], `cut.token_rows(M)` of them or more, of which the first M count. With fewer, rows that are
+            not there are made up, which takes several times as long as to read them.
+        tokens: M.
         tensors: of `product_tensors`, and `counters`, zero between calls.
         bias: [N] or None.
         layout: of codes under scales of rows.
@@ -46,7 +49,7 @@ def multiply(
     Raises:
         KernelError: there is no compiler, or the driver refuses.
     """
-    tokens, weight, device = codes.shape[0], tensors["weight"], codes.device.index
+    weight, device = tensors["weight"], codes.device.index
     stride, fused = layout.rows + layout.rows % 2, bias if bias is None or bias.dtype == dtype else None
     out = codes.new_empty(tokens, stride, dtype=dtype)
     grid = _Grid.of(cut, tokens, layout, multiprocessors(device) // cut.cluster)
@@ -95,7 +98,7 @@ class _Grid:
     @cache
     def of(cls, cut: CodeCut, tokens: int, layout: ProductLayout, room: int) -> _Grid:
         """For a device that has room for so many clusters, as few of them as are no slower."""
-        token_tiles = -(-tokens // (cut.tokens * (cut.cluster if cut.shares_weight else 1)))
+        token_tiles = -(-tokens // cut.cluster_tokens)
         tiles = token_tiles * -(-layout.rows // (cut.rows * (1 if cut.shares_weight else cut.cluster)))
         depths = -(-layout.width // (LINE * cut.lines))
         if cut.whole:
@@ -134,9 +137,9 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_widt
     macros = {
         "TOKENS": cut.tokens, "ROWS": cut.rows, "LINES": cut.lines, "STAGES": cut.stages,
         "WARPGROUPS": cut.warpgroups, "CLUSTER": cut.cluster, "SHARES_WEIGHT": int(cut.shares_weight),
-        "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "LATE": cut.late, "INTEGER": int(operand == "int8"),
+        "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "INTEGER": int(operand == "int8"),
         "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
-        "SCALE_WIDTH": scale_width, "PREFETCHED": cut.prefetched,
+        "SCALE_WIDTH": scale_width,
     }  # fmt: skip
     width, last = (cut.grouped_width, "grouped.cu") if cut.grouped else (cut.rows, "bytes.cu")
     instruction = product_instruction(width, operand, in_registers=False)

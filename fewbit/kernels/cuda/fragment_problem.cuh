@@ -55,8 +55,6 @@ struct Fetch {
         }
     }
 
-    __device__ __forceinline__ void prefetch(int) const {}
-
     // Every block of a cluster fetches its part of the tokens for all.
     __device__ __forceinline__ void tokens(int step, u32 to, u32 barrier) const {
         constexpr int PART = TOKENS / CLUSTER;

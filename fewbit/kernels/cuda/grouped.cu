@@ -24,7 +24,6 @@ struct Groups {
     u32 stage;
 
     __device__ __forceinline__ void weights(int, u32, u32) {}
-    __device__ __forceinline__ void prefetch(int) const {}
 
     __device__ __forceinline__ void tokens(int, u32 to, u32 barrier) {
         const u32 bytes = min(ROWS, p.rows - at.place.row) * SCALE_WIDTH;

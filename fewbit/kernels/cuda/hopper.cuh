@@ -124,12 +124,6 @@ __device__ __forceinline__ void copy_lines_to(u32 to, const TensorMap* map, int 
         : "memory");
 }
 
-// Brings them into the second-level cache.
-__device__ __forceinline__ void prefetch_lines(const TensorMap* map, int row, int line) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row), "r"(line)
-                 : "memory");
-}
-
 // Products of warpgroups.
 
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

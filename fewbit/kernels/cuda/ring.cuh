@@ -30,7 +30,6 @@ template <typename Fetch, typename Steps>
 __device__ __forceinline__ void produce(Fetch& fetch, const Steps& range, u32 stages, u32 full, u32 empty) {
     const int ahead = min(STAGES, range.end - range.first);
     for (int i = 0; i < ahead; i++) fetch.weights(range.first + i, stages + i * STAGE_BYTES, full + 8 * i);
-    fetch.prefetch(range.end - range.first - ahead);
     wait_for_previous();
     for (int i = 0; i < ahead; i++) fetch.tokens(range.first + i, stages + i * STAGE_BYTES, full + 8 * i);
     u32 stage = 0, parity = 0;

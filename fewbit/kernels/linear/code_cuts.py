@@ -35,10 +35,6 @@ class CodeCut:
         shares_weight: blocks of a cluster share the weight and take other tokens, else the other way around.
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         whole: blocks take whole tiles; else the work is cut into equal ranges, which tiles may be divided by.
-        late: steps that are still to be fetched when the next kernel is let in, which weights of another resident block
-            then follow; -1 where that is at once.
-        prefetched: steps beyond the stages whose weights are brought into the second-level cache while the kernel before
-            runs.
         grouped: weights have scales of groups, and output features are what warpgroups divide, 64 each.
         elsewhere: the product by the plan of the Triton program, or the vendor's, instead.
     """
@@ -52,8 +48,6 @@ class CodeCut:
     shares_weight: bool = False
     residents: int = 1
     whole: bool = True
-    late: int = 0
-    prefetched: int = 0
     grouped: bool = False
     elsewhere: bool = False
 
@@ -61,6 +55,15 @@ class CodeCut:
     def split(self) -> int:
         """Warpgroups that have parts of the same sums."""
         return self.warpgroups if self.tokens <= INSTRUCTION else 1
+
+    @property
+    def cluster_tokens(self) -> int:
+        """Tokens of a cluster."""
+        return self.tokens * (self.cluster if self.shares_weight else 1)
+
+    def token_rows(self, tokens: int) -> int:
+        """Rows of x that blocks read for so many tokens."""
+        return -(-tokens // self.cluster_tokens) * self.cluster_tokens
 
     @property
     def threads(self) -> int:
@@ -124,14 +127,36 @@ def block_rows(rows: int, token_tiles: int) -> int:
     return -(-height // 8) * 8 if height <= 32 else min(TALLEST, -(-height // 16) * 16)
 
 
+VENDOR_FROM = 257
+"""Tokens from which torch's product of E4M3 is as fast."""
+
+
 def code_cut_by_rule(layout: ProductLayout, tokens: int) -> CodeCut:
     """A cut for shapes and devices that were not measured."""
+    if tokens >= VENDOR_FROM and layout.operand == "e4m3":
+        return CodeCut(elsewhere=True)
     width = block_tokens(tokens)
     rows = block_rows(layout.rows, -(-tokens // width))
     if tokens > FEW:
-        return CodeCut(elsewhere=True)
-    lines = 4 if rows <= 32 else 2 if rows <= 64 else 1
-    return CodeCut(width, rows, lines, MOST_STAGES, 2).fitted()
+        return CodeCut(width, rows, 1, MOST_STAGES, 2, 2, rows % 16 == 0 and tokens > width).fitted()
+    return CodeCut(width, rows, 2 if rows <= FEW else 1, MOST_STAGES, 2 if rows <= FEW else 1).fitted()
+
+
+_GROUP_CUTS = (
+    CodeCut(128, 192, 1, MOST_STAGES, 3, 2, shares_weight=True, grouped=True).fitted(),
+    CodeCut(256, 128, 1, MOST_STAGES, 2, grouped=True).fitted(),
+)
+
+
+@cache
+def group_cut(rows: int, tokens: int) -> CodeCut:
+    """The cut for weights under scales of groups: the one whose last turn leaves less of the device idle."""
+
+    def work(cut: CodeCut) -> int:
+        tiles = -(-rows // cut.rows) * -(-tokens // cut.tokens)
+        return -(-tiles // MULTIPROCESSORS) * cut.rows * cut.tokens
+
+    return min(_GROUP_CUTS, key=work)
 
 
 def measured_code_cut(entries: Iterable[Mapping[str, Any]], layout: ProductLayout, tokens: int) -> CodeCut | None:

@@ -201,12 +201,14 @@ def _multiplied(
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
-    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
+    tokens = flat.shape[0]
+    rows = plan.token_rows(tokens) if isinstance(plan, CodeCut) else tokens
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer, rows)
     if isinstance(plan, CodeCut):
         from fewbit.kernels.cuda import code_products  # loads the driver's library
 
         with torch.cuda.device(flat.device):  # the driver launches where the current device is
-            return code_products.multiply(codes, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
+            return code_products.multiply(codes, tokens, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
     if plan.decodes_first and layout.kind != "codes":
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()

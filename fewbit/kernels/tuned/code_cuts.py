@@ -29,8 +29,8 @@ from fewbit.spec.hardware import Hardware
 OPERANDS = {"cuda_fp8": "e4m3", "cuda_int8": "int8"}
 """Kernels over codes -> what tensor cores multiply."""
 FEWEST_STAGES = 2
-LOW, NARROW = 32, 96
-"""Output features of a block up to which four lines have room in a stage, and two blocks on a multiprocessor."""
+NARROW = 96
+"""Output features of a block up to which several lines have room in a stage, and two blocks on a multiprocessor."""
 SHARED_ROWS = 16  # of which each block of two takes whole groups of eight
 DIVIDED = {128: (64, 128), 256: (128, 192, 256)}
 """Tokens -> output features of tiles that several blocks have parts of."""
@@ -46,17 +46,13 @@ def code_cut_candidates(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]
 
 def _of_few(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]:
     width, rows = block_tokens(tokens), block_rows(layout.rows, 1)
-    shapes = (
-        ((2, 2), (4, 2), (4, 4)) if rows <= LOW else ((2, 1), (2, 2), (4, 2)) if rows <= NARROW else ((1, 1), (1, 2))
-    )
-    for lines, warpgroups in shapes:
+    for lines, warpgroups in ((2, 2), (4, 2)) if rows <= NARROW else ((1, 1), (1, 2)):
         cut = CodeCut(width, rows, lines, MOST_STAGES, warpgroups)
         yield cut
-        yield replace(cut, residents=2)
-        if width > 16 and rows <= NARROW:
+        if width > INSTRUCTION // 4 and rows <= NARROW:
             yield replace(cut, cluster=2)
-            yield replace(cut, cluster=2, residents=2)
-    yield CodeCut(width, INSTRUCTION, 2, MOST_STAGES, 2, whole=False)
+    if rows <= NARROW:
+        yield CodeCut(width, INSTRUCTION, 2, MOST_STAGES, 2, whole=False)
 
 
 def _of_many(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]:
