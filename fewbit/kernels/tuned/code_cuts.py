@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
@@ -21,9 +20,8 @@ from fewbit.kernels.linear.code_cuts import (
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.cuts import compile_on_all_cores
-from fewbit.kernels.tuned.measure import call_time_us
 from fewbit.kernels.tuned.table import Table
-from fewbit.kernels.tuned.tune import inputs, rotated
+from fewbit.kernels.tuned.tune import fastest_ways
 from fewbit.spec.hardware import Hardware
 
 OPERANDS = {"cuda_fp8": "e4m3", "cuda_int8": "int8"}
@@ -83,15 +81,7 @@ def tune_code_cuts(
         candidates = {tokens: list(code_cut_candidates(layout, tokens)) for tokens in ladder}
         compiled = (cut for cuts in candidates.values() for cut in cuts if not cut.elsewhere)
         compile_on_all_cores(product_code, ((operand, half, zeros, cut) for cut in compiled))
-        weights = rotated(kernel, request, "cuda")
-        for tokens, cuts in candidates.items():
-            x, timed = inputs(request, tokens, "cuda"), []
-            for cut in cuts:
-                with code_cut_for.by(lambda *_, cut=cut: cut):
-                    timed.append((call_time_us([partial(kernel.run, x, one, None) for one in weights], "cuda"), cut))
-            best_us, best = min(timed, key=lambda pair: pair[0])
-            say(f"{request.key} N={request.rows} K={request.columns} M={tokens}: {best_us:.1f} us, {best}")
-            found.append({"layout": asdict(layout), "M": tokens, "cut": asdict(best), "us": round(best_us, 2)})
+        found += fastest_ways(request, kernel, layout, code_cut_for, candidates, say, "cut")
     return found
 
 
