@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fewbit.kernels.cuda.code_products import SOURCES, Problem, _Grid
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_for, group_cut
+from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_by_rule, code_cut_for, group_cut
 from fewbit.kernels.linear.cuda_fp8 import CudaFp8
 from fewbit.kernels.linear.cuda_int8 import CudaInt8
 from fewbit.kernels.linear.product_layout import ProductLayout
@@ -75,6 +76,18 @@ def test_cuts_are_what_the_kernel_can_be_compiled_for(rows: int, columns: int, o
         for cut in chosen | set(candidates):
             if not cut.elsewhere:
                 assert_compilable(cut)
+
+
+def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
+    layout = ProductLayout("e4m3", "codes", 28672, 4096, 0, 0, "f32")
+    assert code_cut_for(layout, 3, "NVIDIA H200") == code_cut_for(layout, 4, "NVIDIA H200")
+    assert code_cut_for(layout, 100_000, "NVIDIA H200").elsewhere
+    assert not code_cut_for(replace(layout, operand="int8"), 100_000, "NVIDIA H200").elsewhere
+    assert code_cut_for(layout, 1, "another device") == code_cut_by_rule(layout, 1)
+    only = CodeCut(64)
+    with code_cut_for.by(lambda *_: only):
+        assert code_cut_for(layout, 1, "NVIDIA H200") == only
+    assert code_cut_for(layout, 1, "NVIDIA H200") != only
 
 
 @given(st.integers(1, 200_000), st.integers(1, 40))
