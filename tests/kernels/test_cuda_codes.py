@@ -123,7 +123,7 @@ def test_the_work_is_shared_out_evenly() -> None:
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "RESIDENTS", "WHOLE"}
+    given = {"TOKENS", "ROWS", "LINES", "STAGES", "WARPGROUPS", "CLUSTER", "SHARES_WEIGHT", "WHOLE"}
     given |= {"INTEGER", "HALF", "ZEROS", "REGISTERS", "FEEDER_REGISTERS"}
     assert asked([*SOURCES, "bytes.cu"]) == given
     assert asked([*SOURCES, "grouped.cu"]) == given - {"ZEROS"} | {"SCALE_WIDTH"}

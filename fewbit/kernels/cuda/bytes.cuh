@@ -7,7 +7,7 @@
 //
 // Compile-time: TOKENS (8, 16, 32, or 64 times warpgroups that divide them), ROWS (a multiple of 8 or, of more than 32,
 // of 16, up to 256), LINES (of a row in a stage), STAGES, WARPGROUPS, CLUSTER (blocks that share tokens, or output features
-// where SHARES_WEIGHT), RESIDENTS (blocks that a multiprocessor has room for), WHOLE (no range ends inside a tile), INTEGER
+// where SHARES_WEIGHT), WHOLE (no range ends inside a tile), INTEGER
 // (int8, else E4M3), HALF, ZEROS (whether tokens have
 // zero points), and REGISTERS and FEEDER_REGISTERS of a thread, 0 where all have as many.
 

@@ -137,7 +137,7 @@ def product_code(operand: str, half: bool, zeros: bool, cut: CodeCut, scale_widt
     macros = {
         "TOKENS": cut.tokens, "ROWS": cut.rows, "LINES": cut.lines, "STAGES": cut.stages,
         "WARPGROUPS": cut.warpgroups, "CLUSTER": cut.cluster, "SHARES_WEIGHT": int(cut.shares_weight),
-        "RESIDENTS": cut.residents, "WHOLE": int(cut.whole), "INTEGER": int(operand == "int8"),
+        "WHOLE": int(cut.whole), "INTEGER": int(operand == "int8"),
         "HALF": int(half), "ZEROS": int(zeros), "REGISTERS": registers, "FEEDER_REGISTERS": of_feeder,
         "SCALE_WIDTH": scale_width,
     }  # fmt: skip

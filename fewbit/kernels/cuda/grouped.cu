@@ -107,7 +107,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Walk& walk, u32 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FEEDERS, 1)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif

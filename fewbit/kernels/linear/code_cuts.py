@@ -13,8 +13,7 @@ from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
 
 WARPGROUP, WARP = 128, 32
-SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
-RESERVED_BYTES = 1024
+SHARED_BYTES = 232448  # that a block may have on compute capability 9.0
 LINE = 128  # bytes of a row of codes that the copy engine swizzles
 WIDE = 320
 MOST_STAGES = 16
@@ -33,7 +32,6 @@ class CodeCut:
         warpgroups: that multiply; of up to 64 tokens each has its part of every stage.
         cluster: blocks that share what they read.
         shares_weight: blocks of a cluster share the weight and take other tokens, else the other way around.
-        residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         whole: blocks take whole tiles; else the work is cut into equal ranges, which tiles may be divided by.
         grouped: weights have scales of groups, and output features are what warpgroups divide, 64 each.
         elsewhere: the product by the plan of the Triton program, or the vendor's, instead.
@@ -46,7 +44,6 @@ class CodeCut:
     warpgroups: int = 1
     cluster: int = 1
     shares_weight: bool = False
-    residents: int = 1
     whole: bool = True
     grouped: bool = False
     elsewhere: bool = False
@@ -73,7 +70,7 @@ class CodeCut:
     @property
     def is_wide(self) -> bool:
         """Whether sums take so many registers that the threads that multiply need those of the others."""
-        return self.grouped or (self.residents == 1 and self.rows * self.warpgroups >= WIDE)
+        return self.grouped or self.rows * self.warpgroups >= WIDE
 
     @property
     def sums(self) -> int:
@@ -84,11 +81,6 @@ class CodeCut:
     def grouped_width(self) -> int:
         """Tokens of an instruction whose left operand is the weight: half of 256, whose sums leave no registers."""
         return self.tokens if self.tokens <= 192 else 128
-
-    @property
-    def shared_limit(self) -> int:
-        """What a block may have of shared memory."""
-        return SHARED_BYTES // self.residents - RESERVED_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -104,7 +96,7 @@ class CodeCut:
     def fitted(self) -> CodeCut:
         """The cut with as many of its stages as there is room for, none where not even one has."""
         cut = self
-        while cut.shared_bytes > cut.shared_limit and cut.stages:
+        while cut.shared_bytes > SHARED_BYTES and cut.stages:
             cut = replace(cut, stages=cut.stages - 1)
         return cut
 

@@ -28,7 +28,7 @@ OPERANDS = {"cuda_fp8": "e4m3", "cuda_int8": "int8"}
 """Kernels over codes -> what tensor cores multiply."""
 FEWEST_STAGES = 2
 NARROW = 96
-"""Output features of a block up to which several lines have room in a stage, and two blocks on a multiprocessor."""
+"""Output features of a block up to which several lines have room in a stage."""
 SHARED_ROWS = 16  # of which each block of two takes whole groups of eight
 DIVIDED = {128: (64, 128), 256: (128, 192, 256)}
 """Tokens -> output features of tiles that several blocks have parts of."""
@@ -59,8 +59,6 @@ def _of_many(layout: ProductLayout, tokens: int) -> Iterator[CodeCut]:
     for shares_weight in (False, True) if rows % SHARED_ROWS == 0 else (False,):
         cut = CodeCut(width, rows, 1, MOST_STAGES, 2, 2, shares_weight)
         yield cut
-        if rows <= NARROW:
-            yield replace(cut, residents=2)
     for height in DIVIDED.get(tokens, ()):
         yield CodeCut(width, height, 1, MOST_STAGES, 2, 2, tokens > width, whole=False)
 
