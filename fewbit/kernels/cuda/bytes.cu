@@ -102,7 +102,9 @@ __device__ __forceinline__ u32 finished(const Sum* sums, const float* factors, i
     float low = (float)sums[0] * by.x, high = (float)sums[1] * by.y;
     if (ZEROS) {
         const float2 of_zero = *reinterpret_cast<const float2*>(factors + 2 * ROWS + column);
-        low -= of_zero.x * zero, high -= of_zero.y * zero;
+        // Rounded as products each, so that a token of zeros gives zeros.
+        low = __fsub_rn(__fmul_rn((float)sums[0], by.x), __fmul_rn(of_zero.x, zero));
+        high = __fsub_rn(__fmul_rn((float)sums[1], by.y), __fmul_rn(of_zero.y, zero));
     }
     return round_pair(low * scale + bias.x, high * scale + bias.y);
 }
