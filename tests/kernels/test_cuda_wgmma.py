@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +15,7 @@ from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda import few_rows
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
 from fewbit.kernels.cuda.few_rows import RowProblem
-from fewbit.kernels.cuda.products import Problem
+from fewbit.kernels.cuda.products import FLOATS, SOURCES, Problem
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
@@ -35,6 +32,7 @@ from fewbit.kernels.linear.fragment_layout import (
 from fewbit.kernels.linear.row_cuts import SHARED_LIMIT, RowCut, row_cut_by_rule, row_cut_candidates
 from fewbit.numerics import dequantize
 from fewbit.spec import DEVICES
+from tests.kernels.cuda_sources import asked, fields_of_problem
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
 
 KERNEL, FP8 = CudaWgmma(), CudaWgmmaFp8()
@@ -232,34 +230,16 @@ def test_a_weight_whose_bytes_32_bits_do_not_count_is_not_cut_so() -> None:
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    folder = files("fewbit.kernels.cuda")
-    shared = ["hopper.cuh", "fragments.cuh"]
+    shared = [*SOURCES, "kernel.cu"]
     given = {"GROUP", "HAS_ZERO", "HALF"}
-    assert _asked(folder, [*shared, "decode.cu"]) == given
+    assert asked([*FLOATS, "decode.cu"]) == given
     cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
     given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
-    assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
-    assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}
+    assert asked([*shared, "weight_fp8.cuh"]) == given
+    assert asked([*shared, "weight_only.cuh"]) == given | {"STEP", "AHEAD"}
     cut = {"TILES", "ROW_WARPS", "DEPTH_WARPS", "STAGES", "EARLY", "CLUSTER", "GROUP", "HAS_ZERO", "HALF"}
-    assert _asked(folder, [*shared, "few_rows.cuh", "few_digits.cuh", "few_rows.cu"]) == cut | {"TOKENS"}
-    assert _asked(folder, [*shared, "few_rows.cuh", "few_floats.cuh", "few_rows.cu"]) == cut
-
-
-def _asked(folder: Traversable, names: list[str]) -> set[str]:
-    text = "".join((folder / name).read_text() for name in names)
-    code = re.sub(r'//.*|"[^"]*"', "", text)
-    defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
-    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
-
-
-@pytest.mark.parametrize(("source", "struct"), [("ring.cuh", Problem), ("few_rows.cuh", RowProblem)])
-def test_the_launcher_and_the_kernel_mean_the_same_struct(source: str, struct: type[ctypes.Structure]) -> None:
-    text = (files("fewbit.kernels.cuda") / source).read_text()
-    body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
-    names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
-    assert names == [name for name, _ in struct._fields_]
-    pointers = sum(kind is ctypes.c_void_p for _, kind in struct._fields_)
-    assert ctypes.sizeof(struct) == pointers * 8 + (len(names) - pointers + 1) // 2 * 8
+    assert asked([*FLOATS, "few_rows.cuh", "few_digits.cuh", "few_rows.cu"]) == cut | {"TOKENS"}
+    assert asked([*FLOATS, "few_rows.cuh", "few_floats.cuh", "few_rows.cu"]) == cut
 
 
 def test_a_launch_names_what_the_kernel_of_few_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +263,12 @@ def test_a_launch_names_what_the_kernel_of_few_rows_reads(monkeypatch: pytest.Mo
     assert (problem.weight, problem.bias, problem.x % 16) == (weight.data_ptr(), bias.data_ptr(), 0)
     numbers = (problem.tokens, problem.rows, problem.columns, problem.stride, problem.tiles, problem.depths)
     assert numbers == (3, 1001, 1096, 1002, 64, 9)
+
+
+def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
+    assert fields_of_problem("fragment_problem.cuh") == [name for name, _ in Problem._fields_]
+    assert fields_of_problem("few_rows.cuh") == [name for name, _ in RowProblem._fields_]
+    assert ctypes.sizeof(RowProblem) == 4 * 8 + 6 * 4
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:

@@ -41,20 +41,6 @@ struct Block {
           end((rank + 1) * p.depths / CLUSTER) {}
 };
 
-__device__ __forceinline__ uint4 load_shared16(u32 address) {
-    uint4 found;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
-                 : "r"(address));
-    return found;
-}
-
-__device__ __forceinline__ u32 load_shared4(u32 address) {
-    u32 found;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
-    return found;
-}
-
 __device__ __forceinline__ void store_shared4(u32 address, u32 from) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(from) : "memory");
 }

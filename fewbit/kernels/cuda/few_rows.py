@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
-from fewbit.kernels.cuda.driver import Function, addresses, load
-from fewbit.kernels.cuda.products import ARCHITECTURE, decoding_macros, source_of, stream_of
+from fewbit.kernels.cuda.driver import Function, addresses, load, stream_of
+from fewbit.kernels.cuda.products import ARCHITECTURE, FLOATS, decoding_macros
+from fewbit.kernels.cuda.sources import text
 from fewbit.kernels.linear.fragment_layout import ROWS, Decoding, FragmentLayout
 from fewbit.kernels.linear.row_cuts import TILE, RowCut
 
@@ -67,5 +68,5 @@ def product_code(decoding: Decoding, cut: RowCut) -> bytes:
     if cut.digits:
         macros["TOKENS"] = cut.tokens
     products = "few_digits.cuh" if cut.digits else "few_floats.cuh"
-    source = source_of("hopper.cuh", "fragments.cuh", "few_rows.cuh", products, "few_rows.cu")
+    source = "".join(text(name) for name in (*FLOATS, "few_rows.cuh", products, "few_rows.cu"))
     return compiled(source, macros | decoding_macros(decoding), ARCHITECTURE)

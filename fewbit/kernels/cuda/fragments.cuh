@@ -11,12 +11,6 @@ constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES * (1 + HAS_ZERO);
 constexpr u32 MAGIC = HALF ? 0x64006400 : 0x43004300;
 constexpr u32 OFFSET = MAGIC + 0x00080008;
 
-#if HALF
-#define FLOAT "f16"
-#else
-#define FLOAT "bf16"
-#endif
-
 __device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
     u32 found;
     asm("sub.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
@@ -26,18 +20,6 @@ __device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     u32 found;
     asm("mul.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
-}
-
-__device__ __forceinline__ u32 round_pair(float low, float high) {
-    u32 found;
-    asm("cvt.rn." FLOAT "x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
-    return found;
-}
-
-__device__ __forceinline__ float widen(u16 number) {
-    float found;
-    asm("{\n.reg .b16 a;\nmov.b16 a, %1;\ncvt.f32." FLOAT " %0, a;\n}" : "=f"(found) : "h"(number));
     return found;
 }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
-from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
+from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map, multiprocessors, stream_of
+from fewbit.kernels.cuda.sources import product_instruction, text
 from fewbit.kernels.linear.fragment_cuts import Cut
 from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
 from fewbit.spec.element import E4M3
@@ -18,6 +18,8 @@ from fewbit.spec.element import E4M3
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
 """Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
+FLOATS = ("hopper.cuh", "floats.cuh", "fragments.cuh")
+SOURCES = (*FLOATS, "range.cuh", "fragment_problem.cuh", "ring.cuh", "sums.cuh", "fragment_blocks.cuh")
 SWIZZLED = 128  # bytes of a row of a box
 DECODE_THREADS = 256
 
@@ -54,7 +56,7 @@ def multiply(
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
     work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
-    clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
+    clusters = min(work, multiprocessors(x.device.index) * cut.blocks // cut.cluster)
     if cut.even:
         clusters = -(-work // -(-work // clusters))
     blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
@@ -86,16 +88,6 @@ def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
     return out
 
 
-def stream_of(tensor: Tensor) -> int:
-    """The handle of torch's current stream on the tensor's device."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 @cache
 def _product(decoding: Decoding, cut: Cut, shared_bytes: int, device: int) -> Function:
     with torch.cuda.device(device):
@@ -123,8 +115,9 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     }  # fmt: skip
     if not is_fp8:
         macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
-    names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
-    source = source_of(*names[:3]) + product_instruction(cut.tokens, decoding.operand) + source_of(*names[3:])
+    instruction = product_instruction(cut.tokens, decoding.operand, in_registers=True)
+    last = ("weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
+    source = "".join([*(text(name) for name in SOURCES), instruction, *(text(name) for name in last)])
     return compiled(source, macros | decoding_macros(decoding), ARCHITECTURE)
 
 
@@ -134,7 +127,8 @@ def decoder_code(decoding: Decoding) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    return compiled(source_of("hopper.cuh", "fragments.cuh", "decode.cu"), decoding_macros(decoding), ARCHITECTURE)
+    source = "".join(text(name) for name in (*FLOATS, "decode.cu"))
+    return compiled(source, decoding_macros(decoding), ARCHITECTURE)
 
 
 def decoding_macros(decoding: Decoding) -> dict[str, int]:
@@ -142,27 +136,3 @@ def decoding_macros(decoding: Decoding) -> dict[str, int]:
     return {
         "GROUP": decoding.group, "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
     }  # fmt: skip
-
-
-@cache
-def source_of(*names: str) -> str:
-    """The text of files of this folder, one after another."""
-    return "".join((files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8") for name in names)
-
-
-def product_instruction(tokens: int, operand: str) -> str:
-    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T, whose operands are many."""
-    sums = tokens // 2
-    targets = ", ".join(f"%{i}" for i in range(sums))
-    sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
-    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    depth, last = (32, "") if operand == E4M3.name else (16, ", 0")  # 16-bit operands may be transposed
-    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{operand}.{operand}"
-    return f"""
-__device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{
-    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{sums + 5}, 0;\\n"
-                 "{name} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
-                 : {outputs}
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"((u32)adds));
-}}
-"""

@@ -72,13 +72,13 @@ def cut_code(decoding: Decoding, cut: AnyCut) -> bytes:
     return few_rows.product_code(decoding, cut) if isinstance(cut, RowCut) else products.product_code(decoding, cut)
 
 
-def compile_cuts(jobs: Iterable[tuple[Decoding, AnyCut]]) -> None:
+def compile_on_all_cores(compile_one: Callable[..., bytes], jobs: Iterable[tuple[Any, ...]]) -> None:
     """Compiles kernels in a process to each core, into the folder that this process reads."""
     distinct = list(dict.fromkeys(jobs))
     count = min(len(os.sched_getaffinity(0)), len(distinct))
     if count:
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(cut_code, *zip(*distinct, strict=True)))
+            list(pool.map(compile_one, *zip(*distinct, strict=True)))
 
 
 def tune_cuts(
@@ -98,12 +98,9 @@ def _tuned(
     request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens))) for tokens in ladder}
-    compile_cuts(
-        (layout.decoding, cut)
-        for cuts in candidates.values()
-        for cut in cuts
-        if isinstance(cut, RowCut) or not cut.decodes_first
-    )
+    cuts = (cut for several in candidates.values() for cut in several)
+    compiled = (cut for cut in cuts if isinstance(cut, RowCut) or not cut.decodes_first)
+    compile_on_all_cores(cut_code, ((layout.decoding, cut) for cut in compiled))
     return fastest_ways(request, kernel, layout, cut_for, candidates, say, "cut")
 
 
