@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import asdict, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -14,21 +15,21 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
-from fewbit.kernels.cuda.products import Problem
+from fewbit.kernels.cuda.products import Problem, decoding_files, macros_of, product_files
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
-from fewbit.kernels.linear.fragment_cuts import cut_for
+from fewbit.kernels.linear.fragment_cuts import Cut, cut_for
 from fewbit.kernels.linear.fragment_layout import (
     CODE_BYTES,
     DEPTH,
     ROWS,
+    Decoding,
     FragmentLayout,
     fragment_layout_of,
-    fragment_numbers,
-    fragments,
 )
-from fewbit.numerics import dequantize
+from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors
+from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
 
@@ -41,10 +42,10 @@ TAKEN_FP8 = [name for name, key in KEYS.items() if FP8.refuse(LinearRequest(key,
 
 
 def test_what_fragments_take() -> None:
-    wanted = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
-    assert wanted <= set(TAKEN)
-    assert not {"W4A16 g16", "W5A16", "W8A16", "NVFP4A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
-    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static"]
+    integers = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
+    assert integers | {"NVFP4A16", "MXFP4A16", "NVFP4A16 joined"} <= set(TAKEN)
+    assert not {"W4A16 g16", "W5A16", "W8A16", "MXFP8A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static", "MXFP4 AF8"]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,14 @@ def test_fragments_stand_for_the_numbers_of_the_record(name: str, rows: int, col
     if layout is None:
         assert columns % KEYS[name].weight.granularity.columns
         return
-    weight = fragments(record, layout)
-    assert (weight.nbytes, weight.shape) == (layout.nbytes, (layout.units, layout.depths, layout.unit_bytes))
-    assert torch.equal(fragment_numbers(weight, layout), dequantize(record).bfloat16().float())
+    tensors = fragment_tensors(record, layout)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
+    assert tensors["weight"].shape == (layout.units, layout.depths, layout.unit_bytes)
+    found, wanted = fragment_numbers(tensors["weight"], layout, tensors.get("row_scale")), dequantize(record)
+    if layout.decoding.row_scaled:
+        torch.testing.assert_close(found, wanted, rtol=2.0**-22, atol=0)
+    else:
+        assert torch.equal(found, wanted.bfloat16().float())
     assert FragmentLayout.parse(str(layout)) == layout
 
 
@@ -88,7 +94,15 @@ def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: 
     record = layer(KEYS[name], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]), "e4m3")
     assert layout is not None
-    assert torch.equal(fragment_numbers(fragments(record, layout), layout), dequantize(record))
+    for folds in {False, layout.folds}:
+        tensors = fragment_tensors(record, replace(layout, folds=folds))
+        numbers = fragment_numbers(tensors["weight"], replace(layout, folds=folds), tensors.get("row_scale"))
+        assert torch.equal(numbers, dequantize(record))
+
+
+def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:
+    """Words of codes, int32 [units, depths, 1024]."""
+    return fragment_tensors(record, layout)["weight"][..., :CODE_BYTES].contiguous().view(torch.int32)
 
 
 @given(st.data())
@@ -98,7 +112,7 @@ def test_a_thread_decodes_its_share_of_the_left_operand_to_e4m3(data: st.DataObj
     record = layer(KEYS["W4AF8 static"], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 static"]), "e4m3")
     assert layout is not None
-    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    words = _words(record, layout)
     unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
     warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
     word = int(words[unit, depth, step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2])
@@ -118,7 +132,7 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     record = layer(KEYS["W4A16 channel"], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
     assert layout is not None
-    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    words = _words(record, layout)
     unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
     warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
     register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
@@ -130,6 +144,85 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
 
 
+def _turned(word: int, distance: int) -> int:
+    return (word << distance | word >> (32 - distance)) & 0xFFFFFFFF
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_e2m1(data: st.DataObject) -> None:
+    """With the arithmetic of `placed` and of `scale_pair` for bf16."""
+    name = data.draw(st.sampled_from(["NVFP4A16", "MXFP4A16"]))
+    rows, columns = data.draw(st.integers(1, 150)), 32 * data.draw(st.integers(1, 10))
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
+    if register == 3:
+        placed = _turned(word, 14) & 0x81808180 | _turned(word, 6) & 0x00400040
+    else:
+        placed = _turned(word, (0, 4, 10)[register]) & 0x81C081C0
+    group, shift, base = step * 16 // layout.group, 4 if layout.group == 16 else 7, 0x7000 if layout.group == 16 else 0
+    scales = int(words[CODE_BYTES // 4 + group // 2 * 32 + warp * 8 + lane // 4]) & 0xFFFFFFFF
+    pair = scales >> (8 - shift) if group % 2 else scales << shift
+    scale = pair >> 16 * (register % 2) & (0xFF << shift) | base
+    number, factor = torch.tensor([placed >> 16 * half & 0xFFFF, scale], dtype=torch.int32).to(torch.int16).view(
+        torch.bfloat16
+    ).double()  # fmt: skip
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    inside = row < rows and column < columns
+    wanted = dequantize(record)[row, column].item() if inside else 0.0
+    assert (number * factor).item() * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+
+
+@given(st.data())
+def test_a_thread_looks_e2m1_up_in_e4m3(data: st.DataObject) -> None:
+    """With the arithmetic of `look_up` and `Table`."""
+    rows, columns = data.draw(st.integers(1, 150)), 32 * data.draw(st.integers(1, 10))
+    record = layer(KEYS["MXFP4 AF8"], rows, columns)
+    scale = torch.randint(100, 112, record["scale"].shape, dtype=torch.uint8).view(record["scale"].dtype)
+    record = record.with_tensors(scale=scale)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["MXFP4 AF8"]), "e4m3")
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
+    steps = (
+        int(words[CODE_BYTES // 4 + step // 2 * 32 + warp * 8 + lane // 4]) >> 16 * (register % 2) + 8 * (step % 2)
+        & 255
+    )
+    table = (0x6C686000 - steps * 0x01010100) | (0x7C787470 - steps * 0x01010101) << 32
+    chosen = (word & 0x77777777) >> 16 * (register % 2) >> 4 * byte & 7
+    sign = (word << 4 * (register % 2)) >> 8 * byte & 0x80
+    code = (
+        torch.tensor([table >> 8 * chosen & 0xFF | sign], dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    )
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 32 + register // 2 * 16 + lane % 4 * 4 + byte
+    wanted = dequantize(record)[row, column].item() if row < rows and column < columns else 0.0
+    assert code.float().item() * tensors["row_scale"][row].item() == wanted
+
+
+def test_scales_too_far_apart_stay_outside() -> None:
+    record = layer(KEYS["MXFP4 AF8"], 40, 96)
+    request, x = LinearRequest.of(record, KEYS["MXFP4 AF8"]), inputs((5, 96), torch.bfloat16)
+    codes = torch.full(record["scale"].shape, 120, dtype=torch.uint8)
+    codes[3, 1] = 120 - 12
+    for distance, folds in ((12, False), (11, True)):
+        codes[3, 1] = 120 - distance
+        far = record.with_tensors(scale=codes.view(record["scale"].dtype).clone())
+        prepared = FP8.prepare(far, request)
+        assert FragmentLayout.parse(prepared.constants["layout"]).folds is folds
+        assert_close(FP8.run(x, prepared, None), expected(x, far, request.key, None, FP8), "bf16")
+
+
 def test_a_code_out_of_range_is_not_packed() -> None:
     record = layer(KEYS["W4A16"], 32, 128)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16"]))
@@ -137,7 +230,7 @@ def test_a_code_out_of_range_is_not_packed() -> None:
     codes = record["codes"].clone()
     codes[3, 5] = 8
     with pytest.raises(CheckpointError, match="int4"):
-        fragments(record.with_tensors(codes=codes), layout)
+        fragment_tensors(record.with_tensors(codes=codes), layout)
 
 
 @pytest.mark.parametrize("tokens", [(0,), (), (3,), (2, 300)])
@@ -149,12 +242,19 @@ def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, 
     assert_close(y, expected(x, record, request.key, bias, KERNEL), "bf16")
 
 
+DECODINGS = [
+    *(Decoding(group, True, "bf16", "bf16") for group in (32, 64, 128)),
+    *(Decoding(group, False, "bf16", "e4m3") for group in (32, 64, 128)),
+    *(Decoding(group, False, "bf16", "bf16", "e2m1", True) for group in (16, 32)),
+    *(Decoding(32, False, "bf16", "e4m3", "e2m1", folds) for folds in (False, True)),
+]
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H200", "another device"])
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (28672, 4096), (64, 128)])
-def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, group: int, device: str) -> None:
-    layout = FragmentLayout(rows, columns, group, "bf16", 0, operand == "bf16", operand)
+def test_cuts_fit_the_multiprocessor(rows: int, columns: int, decoding: Decoding, device: str) -> None:
+    layout = FragmentLayout(rows, columns, offset=0, **asdict(decoding))
     for tokens in (1, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
         cut = cut_for(layout, tokens, device)
         assert cut.decodes_first or cut.shared_bytes(layout) <= cut.shared_limit
@@ -165,13 +265,11 @@ def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, grou
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
     folder = files("fewbit.kernels.cuda")
-    shared = ["hopper.cuh", "fragments.cuh"]
-    given = {"GROUP", "HAS_ZERO", "HALF"}
-    assert _asked(folder, [*shared, "decode.cu"]) == given
-    cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
-    given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
-    assert _asked(folder, [*shared, "ring.cuh", "weight_fp8.cuh", "kernel.cu"]) == given
-    assert _asked(folder, [*shared, "ring.cuh", "weight_only.cuh", "kernel.cu"]) == given | {"STEP", "AHEAD"}
+    for decoding in DECODINGS:
+        given = set(macros_of(decoding))
+        assert _asked(folder, [*decoding_files(decoding), "decode.cu"]) <= given
+        cut = set(macros_of(decoding, Cut(64)))
+        assert _asked(folder, product_files(decoding)) == cut
 
 
 def _asked(folder: Traversable, names: list[str]) -> set[str]:
@@ -186,7 +284,7 @@ def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
     body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
     names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
     assert names == [name for name, _ in Problem._fields_]
-    assert ctypes.sizeof(Problem) == 6 * 8 + 10 * 4
+    assert ctypes.sizeof(Problem) == 7 * 8 + 10 * 4
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:

@@ -40,6 +40,8 @@ LAYERS = [
     pytest.param("torch_scaled_mm", "FP8_DYNAMIC", marks=needs_fp8_rows),
     ("cuda_wgmma", "W4A16 asym g32"),
     ("cuda_wgmma", "W4A16"),
+    ("cuda_wgmma", "NVFP4A16"),
+    ("cuda_wgmma_fp8", "MXFP4 AF8"),
     ("cuda_wgmma_fp8", "W4AF8 g128"),
     ("cuda_wgmma_fp8", "W4AF8 static"),
     ("triton_tiles", "W4A16 asym g32"),

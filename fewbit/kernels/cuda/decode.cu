@@ -1,8 +1,35 @@
-// A weight [N, K] in bf16 or fp16 from its fragments: a block for every unit, put in order in shared memory.
+// A weight [N, K] in bf16, fp16 or E4M3 from its fragments: a block for every unit, put in order in shared memory.
+//
+// Compile-time: OPERAND_BYTES (of a number), and what `fragments.cuh` needs.
 
-extern "C" __global__ void __launch_bounds__(256) decode_weight(const unsigned char* weight, u16* out, int rows, int columns,
-                                                                int depths) {
-    constexpr int WIDTH = DEPTH / 2 + 4;  // 32-bit words of a row, and four that keep rows off each other's banks
+#if OPERAND_BYTES == 2
+typedef u16 Number;
+#else
+typedef unsigned char Number;
+#endif
+
+// The fragment of two neighbouring output features from the words of a thread in half a unit: product i of that half.
+__device__ __forceinline__ void decode_product(u32 (&fragment)[4], const u32 (&codes)[4], const u32* scales, int half, int i) {
+#if OPERAND_BYTES == 2
+    const int group = (half * 64 + i * 16) / GROUP;
+    const u32* word = scales + group * SCALE_WIDTH / 2 * 32;
+    decode(fragment, codes[i], scale_pair(word[0], i * 16 / GROUP), HAS_ZERO ? word[SCALE_BYTES / 4] : 0);
+#else
+    decode(fragment, codes[2 * i], codes[2 * i + 1], scales[half * 32], i);
+#endif
+}
+
+// Where scales of output features are no part of fragments, numbers of 16 bits are rounded once more.
+__device__ __forceinline__ u32 with_row_scale(u32 pair, float scale) {
+    return round_pair(widen(pair & 0xFFFF) * scale, widen(pair >> 16) * scale);
+}
+
+extern "C" __global__ void __launch_bounds__(256) decode_weight(const unsigned char* weight, Number* out, int rows, int columns,
+                                                                int depths, const float* row_scale) {
+    constexpr int PRODUCTS = 2 * OPERAND_BYTES;       // of half a unit
+    constexpr int WORDS = DEPTH * OPERAND_BYTES / 4;  // of a row, and four that keep rows off each other's banks
+    constexpr int WIDTH = WORDS + 4;
+    constexpr int TOGETHER = 16 / OPERAND_BYTES;
     __shared__ __align__(16) u32 numbers[64 * WIDTH];
     const unsigned char* unit = weight + (u64)blockIdx.x * UNIT_BYTES;
     const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -11,23 +38,26 @@ extern "C" __global__ void __launch_bounds__(256) decode_weight(const unsigned c
     const uint4 found = reinterpret_cast<const uint4*>(unit)[threadIdx.x];
     const u32 codes[4] = {found.x, found.y, found.z, found.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int group = (half * 64 + i * 16) / GROUP;
-        const u32* scales = reinterpret_cast<const u32*>(unit + CODE_BYTES + group * 128) + pair;
+    for (int i = 0; i < PRODUCTS; i++) {
         u32 fragment[4];
-        decode(fragment, codes[i], scales[0], HAS_ZERO ? scales[SCALE_BYTES / 4] : 0);
+        decode_product(fragment, codes, reinterpret_cast<const u32*>(unit + CODE_BYTES) + pair, half, i);
 #pragma unroll
-        for (int part = 0; part < 4; part++)
-            numbers[(2 * pair + (part & 1)) * WIDTH + half * 32 + i * 8 + part / 2 * 4 + lane % 4] = fragment[part];
+        for (int part = 0; part < 4; part++) {
+            const int row = 2 * pair + (part & 1);
+            if (ROW_SCALED && OPERAND_BYTES == 2)
+                fragment[part] = with_row_scale(fragment[part], row_scale[blockIdx.x / depths * 64 + row]);
+            numbers[row * WIDTH + half * (WORDS / 2) + i * 8 + part / 2 * 4 + lane % 4] = fragment[part];
+        }
     }
     wait_for_previous();
     __syncthreads();
     const int first_row = blockIdx.x / depths * 64, first_column = blockIdx.x % depths * DEPTH;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = i * 16 + threadIdx.x / 16, column = threadIdx.x % 16 * 8;
+    for (int i = 0; i < PRODUCTS; i++) {
+        const int row = (i * 256 + threadIdx.x) / (DEPTH / TOGETHER);
+        const int column = threadIdx.x % (DEPTH / TOGETHER) * TOGETHER;
         if (first_row + row < rows && first_column + column < columns)
             *reinterpret_cast<uint4*>(out + (u64)(first_row + row) * columns + first_column + column) =
-                *reinterpret_cast<const uint4*>(&numbers[row * WIDTH + column / 2]);
+                *reinterpret_cast<const uint4*>(&numbers[row * WIDTH + column * OPERAND_BYTES / 4]);
     }
 }

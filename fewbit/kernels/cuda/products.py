@@ -29,18 +29,19 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
         *((name, ctypes.c_int) for name in ("tokens", "rows", "stride", "units", "depths", "token_tiles", "work")),
         *((name, ctypes.c_int) for name in ("parts", "scale_stride")),
+        ("row_scale", ctypes.c_void_p),
     )
 
 
 def multiply(
     x: Tensor, weight: Tensor, flags: Tensor, bias: Tensor | None, layout: FragmentLayout, cut: Cut,
-    token_scale: Tensor | None = None,
+    token_scale: Tensor | None = None, row_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y [M, N] in the layout's dtype of x [M, K], contiguous and not empty, on x's device.
 
     Args:
         x: in the layout's dtype, or codes of e4m3 where the layout's operand is.
-        weight: from `fragments`.
+        weight: from `fragment_tensors`, and so is `row_scale`, where the layout has it.
         flags: int32, one for each block, zero between calls.
         bias: [N] in the layout's dtype, or None.
         token_scale: what codes count in, float32 [M] or [].
@@ -61,10 +62,9 @@ def multiply(
     parts = layout.depths // each if not rest and layout.depths % each == 0 else 1
     partial = x.new_empty(blocks * cut.sums if rest or each % layout.depths else 0, dtype=torch.float32)
     problem = Problem(
-        weight.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if token_scale is None else token_scale.data_ptr(), partial.data_ptr(), flags.data_ptr(), tokens,
-        layout.rows, stride, layout.units, layout.depths, token_tiles, work,
-        parts, int(token_scale is not None and token_scale.dim() > 0),
+        weight.data_ptr(), out.data_ptr(), _pointer(bias), _pointer(token_scale), partial.data_ptr(), flags.data_ptr(),
+        tokens, layout.rows, stride, layout.units, layout.depths, token_tiles, work,
+        parts, int(token_scale is not None and token_scale.dim() > 0), _pointer(row_scale),
     )  # fmt: skip
     described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
@@ -72,18 +72,24 @@ def multiply(
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
 
-def decode(weight: Tensor, layout: FragmentLayout) -> Tensor:
-    """The weight [N, K] in the layout's dtype.
+def decode(weight: Tensor, layout: FragmentLayout, row_scale: Tensor | None = None) -> Tensor:
+    """The weight [N, K] in the layout's dtype, or as codes of e4m3 where the layout's operand is, before `row_scale`.
 
     Raises:
         KernelError: there is no compiler, or the driver refuses.
     """
-    out = torch.empty(layout.rows, layout.columns, dtype=DTYPES[layout.dtype], device=weight.device)
+    dtype = torch.float8_e4m3fn if layout.decoding.is_fp8 else DTYPES[layout.dtype]
+    out = torch.empty(layout.rows, layout.columns, dtype=dtype, device=weight.device)
     function = _decoder(layout.decoding, weight.device.index)
     pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
     extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
-    function.launch(layout.units * layout.depths, addresses(*pointers, *extents), _stream(weight))
+    parameters = addresses(*pointers, *extents, ctypes.c_void_p(_pointer(row_scale)))
+    function.launch(layout.units * layout.depths, parameters, _stream(weight))
     return out
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _stream(tensor: Tensor) -> int:
@@ -113,19 +119,9 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    registers, of_producer = REGISTERS[cut.warpgroups]
-    is_fp8 = decoding.operand == E4M3.name
-    macros = {
-        "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
-        "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "OPERAND_BYTES": 1 if is_fp8 else 2, "REGISTERS": registers,
-        "PRODUCER_REGISTERS": of_producer,
-    }  # fmt: skip
-    if not is_fp8:
-        macros |= {"STEP": cut.step, "AHEAD": int(cut.ahead)}
-    names = ("hopper.cuh", "fragments.cuh", "ring.cuh", "weight_fp8.cuh" if is_fp8 else "weight_only.cuh", "kernel.cu")
-    texts = [_text(name) for name in names]
-    source = "".join([*texts[:3], product_instruction(cut.tokens, decoding.operand), *texts[3:]])
-    return compiled(source, macros | _macros(decoding), ARCHITECTURE)
+    texts = [_text(name) for name in product_files(decoding)]
+    texts.insert(texts.index(_text("ring.cuh")) + 1, product_instruction(cut.tokens, decoding.operand))
+    return compiled("".join(texts), macros_of(decoding, cut), ARCHITECTURE)
 
 
 def decoder_code(decoding: Decoding) -> bytes:
@@ -134,14 +130,38 @@ def decoder_code(decoding: Decoding) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    source = _text("hopper.cuh") + _text("fragments.cuh") + _text("decode.cu")
-    return compiled(source, _macros(decoding), ARCHITECTURE)
+    texts = [_text(name) for name in (*decoding_files(decoding), "decode.cu")]
+    return compiled("".join(texts), macros_of(decoding), ARCHITECTURE)
 
 
-def _macros(decoding: Decoding) -> dict[str, int]:
-    return {
-        "GROUP": decoding.group, "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
+def decoding_files(decoding: Decoding) -> list[str]:
+    """Sources that tell how units of a weight are stored and decoded."""
+    decoder = f"{decoding.element}_fp8.cuh" if decoding.is_fp8 else f"{decoding.element}.cuh"
+    return ["hopper.cuh", "fragments.cuh", decoder]
+
+
+def product_files(decoding: Decoding) -> list[str]:
+    """Sources of a product, but for the instruction that multiplies, which follows the ring."""
+    sums = "group_sums.cuh" if decoding.sums_groups else "whole_sums.cuh"
+    few = [] if decoding.is_fp8 else [f"few_{decoding.element}.cuh"]
+    return [*decoding_files(decoding), "ring.cuh", sums, *few, "kernel.cu"]
+
+
+def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
+    """What the sources leave to be defined, for a decoder or for the product in a cut."""
+    macros = {
+        "GROUP": decoding.group, "SCALE_WIDTH": decoding.scale_width, "HAS_ZERO": int(decoding.has_zero),
+        "HALF": int(decoding.dtype == "f16"), "ROW_SCALED": int(decoding.row_scaled),
+        "OPERAND_BYTES": 1 if decoding.is_fp8 else 2,
     }  # fmt: skip
+    if cut is None:
+        return macros
+    registers, of_producer = REGISTERS[cut.warpgroups]
+    macros |= {
+        "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
+        "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+    }  # fmt: skip
+    return macros if decoding.sums_groups else macros | {"STEP": cut.step, "AHEAD": int(cut.ahead)}
 
 
 @cache

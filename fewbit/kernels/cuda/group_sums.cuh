@@ -4,16 +4,6 @@
 constexpr bool AHEAD = false;
 constexpr int PARTS = GROUP / 32;  // products of a group
 
-// Tokens in E4M3: a number below 16 in the bits of E4M3 is that many times 2**-9, which the end makes up for. A code is a
-// sign over the magnitude, less one where the sign is set, so that -8 has a code. Eight codes -> low, then high nibbles.
-__device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const u32 nibbles = codes >> 4 * i;
-        fragment[i] = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81;
-    }
-}
-
 __device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&found)[SUMS], u32 scales) {
     const float scale[2] = {widen(scales & 0xFFFF), widen(scales >> 16)};
 #pragma unroll

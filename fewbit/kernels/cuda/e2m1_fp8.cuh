@@ -1,0 +1,29 @@
+// E2M1 as operands in E4M3, exactly: the lower three bits of a code choose a byte of a table, the fourth is its sign. Operands
+// count in 2**-6 times what their output feature counts in.
+
+constexpr float OPERANDS_COUNT = 1.f;
+constexpr u32 LOW_CODES = 0x6C686000;   // 0, 0.5, 1, 1.5
+constexpr u32 HIGH_CODES = 0x7C787470;  // 2, 3, 4, 6
+
+// The table under a scale of 2**-n that operands take in: `step` is 8 n, n up to 11. Zero stays zero.
+struct Table {
+    u32 low, high;
+    __device__ __forceinline__ Table(u32 step) : low(LOW_CODES - step * 0x01010100), high(HIGH_CODES - step * 0x01010101) {}
+};
+
+// Eight codes -> four of either output feature.
+__device__ __forceinline__ void look_up(u32* fragment, u32 codes, const Table& first, const Table& second) {
+    const u32 chosen = codes & 0x77777777;
+    fragment[0] = __byte_perm(first.low, first.high, chosen) | codes & 0x80808080;
+    fragment[1] = __byte_perm(second.low, second.high, chosen >> 16) | codes << 4 & 0x80808080;
+}
+
+// The fragment of a group of 32 input features: a word of steps has those of two groups, by turns, for either output feature.
+__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 low, u32 high, u32 steps, int group) {
+    const Table first(steps >> group % 2 * 8 & 0xFF), second(steps >> 16 >> group % 2 * 8 & 0xFF);
+    look_up(&fragment[0], low, first, second);
+    look_up(&fragment[2], high, first, second);
+}
+
+// The same where scales stay outside.
+__device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) { look_up(fragment, codes, Table(0), Table(0)); }
