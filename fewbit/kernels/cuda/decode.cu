@@ -13,7 +13,7 @@ __device__ __forceinline__ void decode_product(u32 (&fragment)[4], const u32 (&c
 #if OPERAND_BYTES == 2
     const int group = (half * 64 + i * 16) / GROUP;
     const u32* word = scales + group * SCALE_WIDTH / 2 * 32;
-    decode(fragment, codes[i], scale_pair(word[0], i * 16 / GROUP), HAS_ZERO ? word[SCALE_BYTES / 4] : 0);
+    decode(fragment, codes[i], word[0], i * 16 / GROUP, HAS_ZERO ? word[SCALE_BYTES / 4] : 0);
 #else
     decode(fragment, codes[2 * i], codes[2 * i + 1], scales[half * 32], i);
 #endif
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) decode_weight(const unsigned c
     const int first_row = blockIdx.x / depths * 64, first_column = blockIdx.x % depths * DEPTH;
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++) {
-        const int row = (i * 256 + threadIdx.x) / (DEPTH / TOGETHER);
+        const int row = i * (256 / (DEPTH / TOGETHER)) + threadIdx.x / (DEPTH / TOGETHER);
         const int column = threadIdx.x % (DEPTH / TOGETHER) * TOGETHER;
         if (first_row + row < rows && first_column + column < columns)
             *reinterpret_cast<uint4*>(out + (u64)(first_row + row) * columns + first_column + column) =

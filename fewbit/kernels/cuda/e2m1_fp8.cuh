@@ -15,12 +15,12 @@ struct Table {
 __device__ __forceinline__ void look_up(u32* fragment, u32 codes, const Table& first, const Table& second) {
     const u32 chosen = codes & 0x77777777;
     fragment[0] = __byte_perm(first.low, first.high, chosen) | codes & 0x80808080;
-    fragment[1] = __byte_perm(second.low, second.high, chosen >> 16) | codes << 4 & 0x80808080;
+    fragment[1] = __byte_perm(second.low, second.high, chosen >> 16) + (codes & 0x08080808) * 16;
 }
 
 // The fragment of a group of 32 input features: a word of steps has those of two groups, by turns, for either output feature.
 __device__ __forceinline__ void decode(u32 (&fragment)[4], u32 low, u32 high, u32 steps, int group) {
-    const Table first(steps >> group % 2 * 8 & 0xFF), second(steps >> 16 >> group % 2 * 8 & 0xFF);
+    const Table first(byte_of(steps, group % 2)), second(byte_of(steps, 2 + group % 2));
     look_up(&fragment[0], low, first, second);
     look_up(&fragment[2], high, first, second);
 }

@@ -41,10 +41,4 @@ __device__ __forceinline__ float widen(u16 number) {
 
 __device__ __forceinline__ u32 both_low(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
 __device__ __forceinline__ u32 both_high(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
-
-// (word & mask) | bits in one instruction.
-__device__ __forceinline__ u32 masked_with(u32 word, u32 mask, u32 bits) {
-    u32 found;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(word), "r"(mask), "r"(bits));
-    return found;
-}
+__device__ __forceinline__ u32 byte_of(u32 word, int place) { return __byte_perm(word, 0, 0x4440 + place); }

@@ -11,8 +11,8 @@ static_assert(STEPS % 2 == 0, "fragments are decoded while others are multiplied
 // The fragment of product k of a stage.
 __device__ __forceinline__ void decode_step(u32 (&fragment)[4], const Share& share, int t, int k) {
 #if OPERAND_BYTES == 2
-    const int g = k * 16 / GROUP;
-    decode(fragment, share.codes[t][k], scale_pair(share.scales[t][g * SCALE_WIDTH / 2], g), share.zeros[t][g * SCALE_WIDTH / 2]);
+    const int group = k * 16 / GROUP, word = group * SCALE_WIDTH / 2;
+    decode(fragment, share.codes[t][k], share.scales[t][word], group, share.zeros[t][word]);
 #else
     decode(fragment, share.codes[t][2 * k], share.codes[t][2 * k + 1], share.scales[t][k / 2], k);
 #endif
