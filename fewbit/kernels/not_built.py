@@ -55,15 +55,17 @@ NAMED = (
            "its instances are compiled into vLLM against one torch, so fewbit cannot bring them; triton_int8 and "
            "triton_fp8, which also calls torch's product, run 8-bit activations"),
     _named("b12x", "cuda", 120, 121, "e4m3 e2m1", "none e4m3 e2m1",
-           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups takes FP4 there"),
+           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups takes FP4 there, "
+           "and flashinfer_b12x asks FlashInfer for it"),
     _named("deep_gemm", "cuda", 90, 109, "e4m3", "e4m3",
            "it compiles itself with a CUDA toolkit at run time and is in no registry; triton_fp8 multiplies blocks"),
+    _named("flashinfer_trtllm", "cuda", 100, 109, "e4m3 e2m1", "e4m3 e2m1",
+           "its products want rows of weights in an order of their own, which could not be checked for want of such a "
+           "device; flashinfer's other products are there"),
     _named("aiter", "rocm", 0, ANY, "int8 e4m3 e4m3fnuz e2m1", "int8 e4m3 e4m3fnuz e2m1",
            "nothing of fewbit has been run on an AMD GPU, so no kernel is offered there but the reference"),
     _named("xpu", "xpu", 0, ANY, "int4 int8 e4m3 e5m2 e2m1", "none int8 e4m3 e5m2",
            "nothing of fewbit has been run on an Intel GPU, so no kernel is offered there but the reference"),
-    _named("flashinfer", "cuda", 100, ANY, "e4m3 e2m1", "e4m3 e2m1",
-           "it was neither built nor tested here for want of such a device; torch_scaled_mm_groups is there instead"),
 )  # fmt: skip
 
 

@@ -57,8 +57,12 @@ LAYERS = [
     ("triton_fp8", "W4AF8 g32"),
     ("torch_scaled_mm_groups", "NVFP4"),
     ("torch_scaled_mm_groups", "MXFP8"),
+    ("flashinfer", "NVFP4"),
+    ("flashinfer", "MXFP4"),
+    ("flashinfer", "MXFP8"),
 ]
-ELSEWHERE = {"humming"}  # prepares on a GPU only
+ELSEWHERE = {"humming"} | {name for name in KERNELS if name.startswith("flashinfer_")}
+"""The first prepares on a GPU only; the others call FlashInfer's operation."""
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 # Some checks compare arguments before and after a call, which torch can do neither for opaque tensors nor for FP8.
 CHECKS_OF_FP8 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -186,8 +186,8 @@ def test_a_backend_can_be_forced_for_a_family_or_a_key() -> None:
         ("machete", "W4A16", "sm80", ["9.0", "8.0"]),
         ("cutlass", "FP8", "sm90", ["not part of fewbit", "triton_fp8"]),
         ("b12x", "NVFP4", "sm120", ["not part of fewbit", "torch_scaled_mm_groups"]),
+        ("flashinfer_trtllm", "NVFP4", "sm100", ["not part of fewbit", "order"]),
         ("deep_gemm", "FP8_BLOCK", "sm90", ["not part of fewbit", "triton_fp8"]),
-        ("flashinfer", "NVFP4", "sm90", ["10.0", "9.0"]),
         ("aiter", "FP8", "sm90", ["rocm", "cuda"]),
         ("aiter", "FP8", "gfx942", ["AMD"]),
         ("xpu", "W4A16", "xpu", ["Intel"]),
@@ -335,5 +335,5 @@ def test_software_that_a_kernel_needs_is_looked_for() -> None:
     bare = replace(H200, software={"torch": "2.11"})
     for key in KEYS:
         assert chosen(key, bare).kernel.backend != "triton"
-        assert chosen(key, H200).kernel is chosen(key, H200.with_software("flashinfer-python")).kernel
+        assert chosen(key, H200).kernel is chosen(key, H200.with_software("flashinfer-python")).kernel, "not for Hopper"
     assert chosen("W4A16", bare.with_software("triton")).kernel.name == "triton_tiles"

@@ -37,7 +37,19 @@ FAMILY = Family(
     Fp8Backend,
     _covers,
     {
-        "cuda": (Fp8Backend.TRITON, Fp8Backend.TORCH_SCALED_MM, Fp8Backend.HUMMING, Fp8Backend.EMULATION),
+        "cuda": (
+            Fp8Backend.TRITON,
+            Fp8Backend.TORCH_SCALED_MM,
+            Fp8Backend.FLASHINFER,
+            Fp8Backend.DEEP_GEMM,
+            Fp8Backend.CUTLASS,
+            Fp8Backend.B12X,
+            Fp8Backend.HUMMING,
+            Fp8Backend.MARLIN,
+            Fp8Backend.EMULATION,
+        ),
+        "rocm": (Fp8Backend.AITER,),
+        "xpu": (Fp8Backend.XPU,),
         "cpu": (Fp8Backend.CPU,),
     },
 )

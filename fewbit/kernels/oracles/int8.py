@@ -51,7 +51,9 @@ FAMILY = Family(
     Int8Backend,
     _covers,
     {
-        "cuda": (Int8Backend.CUDA, Int8Backend.TRITON, Int8Backend.HUMMING),
+        "cuda": (Int8Backend.CUDA, Int8Backend.TRITON, Int8Backend.CUTLASS, Int8Backend.HUMMING, Int8Backend.MARLIN),
+        "rocm": (Int8Backend.AITER,),
+        "xpu": (Int8Backend.XPU,),
         "cpu": (Int8Backend.CPU, Int8Backend.ONEDNN, Int8Backend.TORCH_INT4PACK, Int8Backend.TORCH_INT8PACK),
     },
 )

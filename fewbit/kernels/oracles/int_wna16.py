@@ -45,7 +45,14 @@ FAMILY = Family(
     WNA16Backend,
     _covers,
     {
-        "cuda": (WNA16Backend.TRITON, WNA16Backend.CUDA, WNA16Backend.HUMMING),
+        "cuda": (
+            WNA16Backend.TRITON,
+            WNA16Backend.CUDA,
+            WNA16Backend.MACHETE,
+            WNA16Backend.HUMMING,
+            WNA16Backend.MARLIN,
+        ),
+        "xpu": (WNA16Backend.XPU,),
         "cpu": (WNA16Backend.CPU, WNA16Backend.TORCH_INT4PACK, WNA16Backend.TORCH_INT8PACK),
     },
 )

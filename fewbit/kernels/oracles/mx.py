@@ -39,7 +39,18 @@ FAMILY = Family(
     MxBackend,
     _covers,
     {
-        "cuda": (MxBackend.TORCH_SCALED_MM, MxBackend.TRITON, MxBackend.HUMMING, MxBackend.EMULATION),
+        "cuda": (
+            MxBackend.TORCH_SCALED_MM,
+            MxBackend.FLASHINFER,
+            MxBackend.CUTLASS,
+            MxBackend.B12X,
+            MxBackend.TRITON,
+            MxBackend.HUMMING,
+            MxBackend.MARLIN,
+            MxBackend.EMULATION,
+        ),
+        "rocm": (MxBackend.AITER, MxBackend.EMULATION),
+        "xpu": (MxBackend.XPU, MxBackend.EMULATION),
         "cpu": (MxBackend.CPU,),
     },
 )

@@ -36,7 +36,19 @@ FAMILY = Family(
     MxFp8Backend,
     _covers,
     {
-        "cuda": (MxFp8Backend.TORCH_SCALED_MM, MxFp8Backend.TRITON, MxFp8Backend.HUMMING, MxFp8Backend.EMULATION),
+        "cuda": (
+            MxFp8Backend.TORCH_SCALED_MM,
+            MxFp8Backend.FLASHINFER,
+            MxFp8Backend.DEEP_GEMM,
+            MxFp8Backend.B12X,
+            MxFp8Backend.CUTLASS,
+            MxFp8Backend.TRITON,
+            MxFp8Backend.HUMMING,
+            MxFp8Backend.MARLIN,
+            MxFp8Backend.EMULATION,
+        ),
+        "rocm": (MxFp8Backend.AITER, MxFp8Backend.EMULATION),
+        "xpu": (MxFp8Backend.XPU, MxFp8Backend.EMULATION),
         "cpu": (MxFp8Backend.CPU,),
     },
 )

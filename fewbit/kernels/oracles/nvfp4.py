@@ -35,7 +35,18 @@ FAMILY = Family(
     NvFp4Backend,
     _covers,
     {
-        "cuda": (NvFp4Backend.TORCH_SCALED_MM, NvFp4Backend.TRITON, NvFp4Backend.HUMMING, NvFp4Backend.EMULATION),
+        "cuda": (
+            NvFp4Backend.TORCH_SCALED_MM,
+            NvFp4Backend.FLASHINFER,
+            NvFp4Backend.CUTLASS,
+            NvFp4Backend.B12X,
+            NvFp4Backend.TRITON,
+            NvFp4Backend.HUMMING,
+            NvFp4Backend.MARLIN,
+            NvFp4Backend.EMULATION,
+        ),
+        "rocm": (NvFp4Backend.AITER, NvFp4Backend.EMULATION),
+        "xpu": (NvFp4Backend.XPU, NvFp4Backend.EMULATION),
         "cpu": (NvFp4Backend.CPU,),
     },
 )
