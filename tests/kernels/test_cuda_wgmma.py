@@ -21,7 +21,6 @@ from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
 from fewbit.kernels.linear.fragment_cuts import Cut, cut_for
 from fewbit.kernels.linear.fragment_layout import (
-    CODE_BYTES,
     DEPTH,
     ROWS,
     Decoding,
@@ -44,7 +43,8 @@ TAKEN_FP8 = [name for name, key in KEYS.items() if FP8.refuse(LinearRequest(key,
 def test_what_fragments_take() -> None:
     integers = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
     assert integers | {"NVFP4A16", "MXFP4A16", "NVFP4A16 joined"} <= set(TAKEN)
-    assert not {"W4A16 g16", "W5A16", "W8A16", "MXFP8A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+    assert {"W5A16", "W8A16", "W8A16 g32", "W8A16 tensor", "FP8 weight-only"} <= set(TAKEN)
+    assert not {"W4A16 g16", "MXFP8A16", "W8A16_ASYM", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
     assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static", "MXFP4 AF8"]
 
 
@@ -102,7 +102,7 @@ def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: 
 
 def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:
     """Words of codes, int32 [units, depths, 1024]."""
-    return fragment_tensors(record, layout)["weight"][..., :CODE_BYTES].contiguous().view(torch.int32)
+    return fragment_tensors(record, layout)["weight"][..., : layout.code_bytes].contiguous().view(torch.int32)
 
 
 @given(st.data())
@@ -167,17 +167,47 @@ def test_a_thread_decodes_its_share_of_e2m1(data: st.DataObject) -> None:
     else:
         placed = _turned(word, (0, 4, 10)[register]) & 0x81C081C0
     group, shift, base = step * 16 // layout.group, 4 if layout.group == 16 else 7, 0x7000 if layout.group == 16 else 0
-    scales = int(words[CODE_BYTES // 4 + group // 2 * 32 + warp * 8 + lane // 4]) & 0xFFFFFFFF
+    scales = int(words[layout.code_bytes // 4 + group // 2 * 32 + warp * 8 + lane // 4]) & 0xFFFFFFFF
     pair = scales >> (8 - shift) if group % 2 else scales << shift
     scale = pair >> 16 * (register % 2) & (0xFF << shift) | base
-    number, factor = torch.tensor([placed >> 16 * half & 0xFFFF, scale], dtype=torch.int32).to(torch.int16).view(
-        torch.bfloat16
-    ).double()  # fmt: skip
+    number, factor = _bf16(placed >> 16 * half & 0xFFFF, scale)
     row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
     column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
     inside = row < rows and column < columns
     wanted = dequantize(record)[row, column].item() if inside else 0.0
-    assert (number * factor).item() * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+    assert number * factor * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_bytes(data: st.DataObject) -> None:
+    """With the arithmetic of `int8.cuh` and `e4m3.cuh` for bf16."""
+    name = data.draw(st.sampled_from(["W8A16", "FP8 weight-only"]))
+    rows, columns = data.draw(st.integers(1, 150)), 8 * data.draw(st.integers(1, 40))
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
+    if layout.element == "int8":
+        byte = word >> 8 * (register % 2) >> 16 * half
+        number, base = _bf16(byte & 0x7F | 0x4300, byte & 0x80 | 0x4300)
+        number = number - base
+    else:
+        sign, magnitude = (word, word >> 4) if register % 2 else (word << 8, word << 4)
+        number, count = _bf16((sign >> 16 * half) & 0x8000 | (magnitude >> 16 * half) & 0x07F0, 0x7B80)
+        number = number * count
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    wanted = dequantize(record)[row, column].item() if row < rows and column < columns else 0.0
+    assert number * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+
+
+def _bf16(*bits: int) -> list[float]:
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().tolist()
 
 
 @given(st.data())
@@ -195,7 +225,8 @@ def test_a_thread_looks_e2m1_up_in_e4m3(data: st.DataObject) -> None:
     words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
     word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
     steps = (
-        int(words[CODE_BYTES // 4 + step // 2 * 32 + warp * 8 + lane // 4]) >> 16 * (register % 2) + 8 * (step % 2)
+        int(words[layout.code_bytes // 4 + step // 2 * 32 + warp * 8 + lane // 4])
+        >> 16 * (register % 2) + 8 * (step % 2)
         & 255
     )
     table = (0x6C686000 - steps * 0x01010100) | (0x7C787470 - steps * 0x01010101) << 32
@@ -247,6 +278,8 @@ DECODINGS = [
     *(Decoding(group, False, "bf16", "e4m3") for group in (32, 64, 128)),
     *(Decoding(group, False, "bf16", "bf16", "e2m1", True) for group in (16, 32)),
     *(Decoding(32, False, "bf16", "e4m3", "e2m1", folds) for folds in (False, True)),
+    *(Decoding(group, False, "bf16", "bf16", "int8") for group in (0, 32)),
+    Decoding(0, False, "bf16", "bf16", "e4m3"),
 ]
 
 

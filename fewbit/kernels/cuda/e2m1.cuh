@@ -25,8 +25,8 @@ __device__ __forceinline__ u32 scale_of(u32 word, int feature, int group) {
 }
 
 // Eight codes -> the fragment of 16 input features: rows by turns, input features 0 to 7, then 8 to 15.
-__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales, int group, u32) {
+__device__ __forceinline__ void decode(u32 (&fragment)[4], const u32* codes, u32 scales, int group, u32) {
     const u32 scale[2] = {scale_of(scales, 0, group), scale_of(scales, 1, group)};
 #pragma unroll
-    for (int i = 0; i < 4; i++) fragment[i] = multiply_pair(placed(codes, i), scale[i & 1]);
+    for (int i = 0; i < 4; i++) fragment[i] = multiply_pair(placed(codes[0], i), scale[i & 1]);
 }

@@ -19,10 +19,10 @@ __device__ __forceinline__ void look_up(u32* fragment, u32 codes, const Table& f
 }
 
 // The fragment of a group of 32 input features: a word of steps has those of two groups, by turns, for either output feature.
-__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 low, u32 high, u32 steps, int group) {
+__device__ __forceinline__ void decode(u32 (&fragment)[4], const u32* codes, u32 steps, int group, u32) {
     const Table first(byte_of(steps, group % 2)), second(byte_of(steps, 2 + group % 2));
-    look_up(&fragment[0], low, first, second);
-    look_up(&fragment[2], high, first, second);
+    look_up(&fragment[0], codes[0], first, second);
+    look_up(&fragment[2], codes[1], first, second);
 }
 
 // The same where scales stay outside.

@@ -14,12 +14,12 @@ __device__ __forceinline__ u32 to_floats(u32 word) {
 }
 
 // Eight codes -> the fragment of 16 input features: rows by turns, input features 0 to 7, then 8 to 15.
-__device__ __forceinline__ void decode(u32 (&fragment)[4], u32 codes, u32 scales, int, u32 zeros) {
+__device__ __forceinline__ void decode(u32 (&fragment)[4], const u32* codes, u32 scales, int, u32 zeros) {
     const u32 scale[2] = {both_low(scales), both_high(scales)};
     const u32 zero[2] = {HAS_ZERO ? both_low(zeros) : OFFSET, HAS_ZERO ? both_high(zeros) : OFFSET};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const u32 raw = to_floats(codes >> 4 * i);
+        const u32 raw = to_floats(codes[0] >> 4 * i);
         fragment[i] = multiply_pair(subtract_pair(raw, zero[i & 1]), scale[i & 1]);
     }
 }

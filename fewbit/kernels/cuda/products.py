@@ -12,7 +12,7 @@ from torch import Tensor
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
 from fewbit.kernels.linear.fragment_cuts import Cut
-from fewbit.kernels.linear.fragment_layout import DTYPES, Decoding, FragmentLayout
+from fewbit.kernels.linear.fragment_layout import DEPTH, DTYPES, INTEGERS, Decoding, FragmentLayout
 from fewbit.spec.element import E4M3
 
 ARCHITECTURE = "sm_90a"
@@ -143,16 +143,16 @@ def decoding_files(decoding: Decoding) -> list[str]:
 def product_files(decoding: Decoding) -> list[str]:
     """Sources of a product, but for the instruction that multiplies, which follows the ring."""
     sums = "group_sums.cuh" if decoding.sums_groups else "whole_sums.cuh"
-    few = [] if decoding.is_fp8 else [f"few_{decoding.element}.cuh"]
+    few = [] if decoding.is_fp8 else ["few_integers.cuh" if decoding.element == INTEGERS else "few_weights.cuh"]
     return [*decoding_files(decoding), "ring.cuh", sums, *few, "kernel.cu"]
 
 
 def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
     """What the sources leave to be defined, for a decoder or for the product in a cut."""
     macros = {
-        "GROUP": decoding.group, "SCALE_WIDTH": decoding.scale_width, "HAS_ZERO": int(decoding.has_zero),
-        "HALF": int(decoding.dtype == "f16"), "ROW_SCALED": int(decoding.row_scaled),
-        "OPERAND_BYTES": 1 if decoding.is_fp8 else 2,
+        "CODE_BITS": decoding.code_bits, "GROUP": decoding.group or DEPTH, "SCALE_WIDTH": decoding.scale_width,
+        "HAS_ZERO": int(decoding.has_zero), "HALF": int(decoding.dtype == "f16"),
+        "ROW_SCALED": int(decoding.row_scaled), "OPERAND_BYTES": 1 if decoding.is_fp8 else 2,
     }  # fmt: skip
     if cut is None:
         return macros

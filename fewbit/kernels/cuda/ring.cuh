@@ -1,4 +1,4 @@
-// y [M, N] = x [M, K] @ W [N, K]^T for weights of 4 bits on Hopper: the ring of stages and the cutting of the work.
+// y [M, N] = x [M, K] @ W [N, K]^T for weights of 4 or 8 bits on Hopper: the ring of stages and the cutting of the work.
 //
 // Weights are the left operand of the tensor cores, decoded in registers, tokens the right one, from shared memory. A block
 // takes WARPGROUPS * TILES * 64 output features by TOKENS tokens; one producer thread fills a ring of stages, 128 input
@@ -6,8 +6,8 @@
 // tile, the block that has the tile's first step adds what the others found, in their order.
 //
 // Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), RESIDENTS (blocks that a
-// multiprocessor has room for, so that the next kernel's wait there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3),
-// REGISTERS and PRODUCER_REGISTERS of a thread where there is room for one block, and what `fragments.cuh` needs.
+// multiprocessor has room for, so that the next kernel's wait there), REGISTERS and PRODUCER_REGISTERS
+// of a thread where there is room for one block, and what `fragments.cuh` needs.
 
 constexpr int UNITS = WARPGROUPS * TILES;
 constexpr int X_BYTES = TOKENS * DEPTH * OPERAND_BYTES;
@@ -206,16 +206,17 @@ __device__ __forceinline__ void store_result(const Problem& p, const float (&sum
 
 // What a thread needs of a stage's weights.
 struct Share {
-    u32 codes[TILES][DEPTH / 16], scales[TILES][SCALE_WORDS], zeros[TILES][SCALE_WORDS];
+    static constexpr int SCALES = SCALE_WORDS ? SCALE_WORDS : 1;
+    u32 codes[TILES][4 * CODE_LOADS], scales[TILES][SCALES], zeros[TILES][SCALES];
 
     __device__ __forceinline__ void load(u32 codes_at, u32 scales_at) {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 found = load_shared16(codes_at + t * UNIT_BYTES + half * (CODE_BYTES / 2));
-                codes[t][4 * half] = found.x, codes[t][4 * half + 1] = found.y;
-                codes[t][4 * half + 2] = found.z, codes[t][4 * half + 3] = found.w;
+            for (int i = 0; i < CODE_LOADS; i++) {
+                const uint4 found = load_shared16(codes_at + t * UNIT_BYTES + i * 2048);
+                codes[t][4 * i] = found.x, codes[t][4 * i + 1] = found.y;
+                codes[t][4 * i + 2] = found.z, codes[t][4 * i + 3] = found.w;
             }
 #pragma unroll
             for (int i = 0; i < SCALE_WORDS; i++) {

@@ -4,18 +4,13 @@
 // `add_stages_of_many`).
 
 constexpr bool FEW = OPERAND_BYTES == 2 && TOKENS <= 16;
-constexpr int PRODUCTS = DEPTH * OPERAND_BYTES / 32;
 constexpr int STEPS = PRODUCTS / STEP;
 static_assert(STEPS % 2 == 0, "fragments are decoded while others are multiplied");
 
 // The fragment of product k of a stage.
 __device__ __forceinline__ void decode_step(u32 (&fragment)[4], const Share& share, int t, int k) {
-#if OPERAND_BYTES == 2
-    const int group = k * 16 / GROUP, word = group * SCALE_WIDTH / 2;
-    decode(fragment, share.codes[t][k], share.scales[t][word], group, share.zeros[t][word]);
-#else
-    decode(fragment, share.codes[t][2 * k], share.codes[t][2 * k + 1], share.scales[t][k / 2], k);
-#endif
+    const int group = k * (DEPTH / PRODUCTS) / GROUP, word = group * SCALE_WIDTH / 2;
+    decode(fragment, &share.codes[t][k * PRODUCT_WORDS], share.scales[t][word], group, share.zeros[t][word]);
 }
 
 // sums [16, 8] += fragment [16, 16] @ columns [16, 8].

@@ -1,9 +1,9 @@
-"""Integers of up to 4 bits, NVFP4 and MXFP4 under 16-bit activations on Hopper: decoded weights never leave registers.
+"""Integers of up to 8 bits, E4M3, NVFP4 and MXFP4 under 16-bit activations, decoded in the registers of Hopper.
 
 One prepared layout serves every M: `wgmma` takes decoded weights as its left operand from registers and tokens from
 shared memory; for prompts weights are decoded once into a bf16 or f16 matrix for the vendor's product. Decoded integers
-are multiplied by their scale and rounded to the dtype of activations, once, as the vendor's product would take them.
-E2M1 times its block scale is exact, the scale of the tensor multiplies sums.
+are multiplied by the scale of their group and rounded to the dtype of activations, once, as the vendor's product would
+take them. E2M1 times its block scale is exact, scales of rows and of tensors multiply sums.
 
 The work is cut into equal ranges over all multiprocessors, and ranges that share outputs are added in a fixed order:
 the same input gives the same bits, and a row's bits depend on M.
@@ -28,6 +28,7 @@ from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor
 from fewbit.packing.registry import unpack_record
+from fewbit.spec.element import E4M3
 from fewbit.spec.hardware import Hardware
 
 PACKAGE = "cuda-core"
@@ -35,6 +36,15 @@ CAPABILITY = 90
 QUANTUM = 8  # the copy engine takes rows of 16 bytes and multiples
 FLAGS = 512
 """Blocks of a launch, no more than two for each multiprocessor; each has a flag, which is zero between calls."""
+
+_TAKEN = {
+    None: f"integers of up to 4 bits under scales of {{}}, of rows or of groups that one of {GROUPS} divides, "
+    "symmetric ones of up to 8 bits, e4m3 under scales of rows, e2m1 in groups of 16 under e4m3 or, in bf16, of 32 "
+    "under e8m0",
+    E4M3.name: "signed, symmetric integers of up to 4 bits under scales of {}, of rows or of groups that one of "
+    f"{GROUPS} divides, or, in bf16, e2m1 in groups of 32 under e8m0",
+}
+"""Operand -> weights that fragments hold, but for the dtype."""
 
 
 class CudaWgmma(LinearKernel):
@@ -96,13 +106,7 @@ def fragment_obstacles(request: LinearRequest, hardware: Hardware, operand: str 
         yield f"bf16 or f16 activations are needed, found {request.dtype}"
     yield from record_obstacles(request)
     if fragment_layout_of(request, operand) is None:
-        signed, floats = "", "e2m1 in groups of 16 under e4m3, or of 32 under e8m0 in bf16"
-        if operand is not None:
-            signed, floats = "signed, symmetric ", "e2m1 in groups of 32 under e8m0 in bf16"
-        yield (
-            f"{signed}integers of up to 4 bits under scales of {request.dtype}, of rows or of groups that one of "
-            f"{GROUPS} divides, or {floats}, are needed, found {request.key.weight} over K={request.columns}"
-        )
+        yield f"{_TAKEN[operand].format(request.dtype)} are needed, found {request.key.weight} over K={request.columns}"
     if request.columns % quantum:
         yield f"K must be a multiple of {quantum}, found {request.columns}"
     if request.batch_invariant:

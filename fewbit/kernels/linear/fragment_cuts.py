@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fewbit.kernels.linear.fragment_layout import DEPTH, INTEGER, FragmentLayout
+from fewbit.kernels.linear.fragment_layout import DEPTH, INTEGERS, FragmentLayout
 from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
 
@@ -145,7 +145,7 @@ def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, t
 def _measured_as(layout: FragmentLayout) -> FragmentLayout:
     """What measurements serve: integers whatever their groups, and both dtypes."""
     operand = layout.operand if layout.decoding.is_fp8 else ""
-    group = 0 if layout.element == INTEGER else layout.group
+    group = 0 if layout.element == INTEGERS else layout.group
     return replace(layout, group=group, dtype="", offset=0, has_zero=False, operand=operand)
 
 

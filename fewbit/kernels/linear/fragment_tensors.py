@@ -6,32 +6,31 @@ import torch
 from torch import Tensor
 
 from fewbit.kernels.linear.fragment_layout import (
-    CODE_BYTES,
     DEPTH,
     DTYPES,
     FLOAT_GROUPS,
-    INTEGER,
+    INT8,
     MAGIC,
     OFFSET,
     ROWS,
     FragmentLayout,
 )
 from fewbit.kernels.linear.fragment_words import CODES, codes_of, words_of
-from fewbit.kernels.linear.operands import integers_in_range, spread
+from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
 from fewbit.kernels.linear.recoded_scales import FOLDED_TOP, absorbed, e5m3_bits, e5m3_numbers, folded, used_groups
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
-from fewbit.spec.element import E2M1, E4M3, E8M0
+from fewbit.spec.element import E2M1, E4M3, E8M0, ELEMENTS
 
 SCALED_EXPONENT = 7
 """NVFP4 is decoded times 2**-7, for which scales have their exponents from SCALED_BASE on."""
 SCALED_BASE = 13 << 3
 LARGEST_E8M0 = 127 + 126
 """Where the largest E8M0 scale stands: decoding takes 2**126 away from its number."""
-_STEPS = (4, 2, 4, 2), (2, 2, 4, 4)
-"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32,
-runs of 16, columns of threads, fours."""
-_ORDER = (8, 6, 9, 7), (8, 6, 7, 9)
-"""The same as axes behind unit, warp, thread's row, row of two, depth and half, in the order of bytes."""
+_STEPS = {"words": (2, 4, 2, 4, 2), "e4m3": (2, 2, 2, 4, 4), "bytes": (4, 2, 2, 4, 2)}
+"""How the 128 input features of a unit fall apart (16 bytes, products, runs of a product, columns of threads,
+neighbours) by what codes are stored in: words for 16-bit operands or for `e4m3`, or bytes."""
+_ORDER = {"words": (8, 6, 9, 7), "e4m3": (8, 6, 7, 9), "bytes": (8, 6, 7, 9)}
+"""The last four as axes behind unit, warp, thread's row, row of two, depth and 16 bytes, in the order of bytes."""
 
 
 def fragment_tensors(plain: QuantizedTensor, layout: FragmentLayout) -> dict[str, Tensor]:
@@ -43,12 +42,13 @@ def fragment_tensors(plain: QuantizedTensor, layout: FragmentLayout) -> dict[str
     Raises:
         CheckpointError: a code lies outside the element's range; packed, it would change its neighbours.
     """
-    if layout.element != INTEGER:
+    if layout.element == E2M1.name:
         codes, scales, row_scale = _floats(plain, layout)
-        missing = layout.units * ROWS - layout.rows
-        padded = torch.nn.functional.pad(row_scale.expand(layout.rows), (0, missing)).contiguous()
         stored = _stored(scales, layout) if layout.folds else _pairs(scales, layout)
-        return {"weight": torch.cat([_codes(codes, layout), stored], -1), "row_scale": padded}
+        return {"weight": torch.cat([_codes(codes, layout), stored], -1), "row_scale": _padded(row_scale, layout)}
+    if not layout.group:
+        codes = plain["codes"].view(torch.uint8).int() if layout.element == E4M3.name else integers_in_range(plain)
+        return {"weight": _codes(codes, layout), "row_scale": _padded(row_scales(plain), layout)}
     dtype = DTYPES[layout.dtype]
     numbers = integers_in_range(plain)
     codes = numbers + layout.offset
@@ -94,15 +94,26 @@ def _over_groups(values: Tensor, plain: QuantizedTensor, layout: FragmentLayout)
     return spread(values, plain, layout.group)
 
 
+def _padded(row_scale: Tensor, layout: FragmentLayout) -> Tensor:
+    """float32 [1] or [N] -> [units * 64]."""
+    return torch.nn.functional.pad(row_scale.expand(layout.rows), (0, layout.units * ROWS - layout.rows)).contiguous()
+
+
+def _kind(layout: FragmentLayout) -> str:
+    if layout.decoding.code_bits == 8:
+        return "bytes"
+    return "e4m3" if layout.decoding.is_fp8 else "words"
+
+
 def _codes(codes: Tensor, layout: FragmentLayout) -> Tensor:
-    """int32 codes [N, K] -> uint8 [units, depths, CODE_BYTES]."""
-    is_fp8 = layout.decoding.is_fp8
+    """int32 codes [N, K] -> uint8 [units, depths, code_bytes]."""
+    kind = _kind(layout)
     missing = (0, layout.depths * DEPTH - layout.columns, 0, layout.units * ROWS - layout.rows)
     padded = torch.nn.functional.pad(codes, missing)
-    axes = padded.view(layout.units, 4, 8, 2, layout.depths, 2, *_STEPS[is_fp8])
-    nibbles = axes.permute(0, 4, 5, 1, 2, *_ORDER[is_fp8], 3).reshape(-1, CODES)
-    words = words_of(nibbles, layout.element, layout.operand)
-    return words.view(torch.uint8).view(layout.units, layout.depths, CODE_BYTES)
+    axes = padded.view(layout.units, 4, 8, 2, layout.depths, *_STEPS[kind])
+    ordered = axes.permute(0, 4, 5, 1, 2, *_ORDER[kind], 3).reshape(-1, CODES)
+    words = ordered.to(torch.uint8) if kind == "bytes" else words_of(ordered, layout.element, layout.operand)
+    return words.view(torch.uint8).view(layout.units, layout.depths, layout.code_bytes)
 
 
 def _pairs(values: Tensor, layout: FragmentLayout) -> Tensor:
@@ -124,30 +135,34 @@ def _stored(bits: Tensor, layout: FragmentLayout) -> Tensor:
 
 def fragment_numbers(weight: Tensor, layout: FragmentLayout, row_scale: Tensor | None = None) -> Tensor:
     """The numbers that a prepared weight stands for, float32 [N, K], rounded as the device rounds them, if it does."""
-    codes, scales, zeros = torch.split(
-        weight, [CODE_BYTES, layout.scale_bytes, layout.unit_bytes - CODE_BYTES - layout.scale_bytes], -1
-    )
-    stored, is_fp8 = _unpacked(codes, layout), layout.decoding.is_fp8
+    sizes = [layout.code_bytes, layout.scale_bytes, layout.unit_bytes - layout.code_bytes - layout.scale_bytes]
+    codes, scales, zeros = torch.split(weight, sizes, -1)
+    stored, dtype = _unpacked(codes, layout), DTYPES[layout.dtype]
     if row_scale is not None:
-        numbers = decode(stored.to(torch.uint8), E2M1) * _float_scales(scales, layout)
-        return numbers.to(DTYPES[layout.dtype]).float() * row_scale[: layout.rows, None]
-    stored = stored.float()
-    if is_fp8:
-        return torch.where(stored < OFFSET, stored, OFFSET - 1 - stored) * _unpaired(scales, layout)
-    dtype = DTYPES[layout.dtype]
+        is_integer = layout.element == INT8
+        numbers = stored.float() if is_integer else decode(stored.to(torch.uint8), ELEMENTS[layout.element])
+        if layout.group:
+            numbers = (numbers * _float_scales(scales, layout)).to(dtype).float()
+        return numbers * row_scale[: layout.rows, None]
+    numbers = stored.float()
+    if layout.decoding.is_fp8:
+        return torch.where(stored < OFFSET, numbers, OFFSET - 1 - numbers) * _unpaired(scales, layout)
     zero: Tensor | int = layout.offset
     if layout.has_zero:
         zero = _unpaired(zeros, layout) - MAGIC[layout.dtype]
-    return ((stored - zero) * _unpaired(scales, layout)).to(dtype).float()
+    return ((numbers - zero) * _unpaired(scales, layout)).to(dtype).float()
 
 
 def _unpacked(codes: Tensor, layout: FragmentLayout) -> Tensor:
-    """The inverse of `_codes`, [N, K]."""
-    is_fp8 = layout.decoding.is_fp8
-    nibbles = codes_of(codes.contiguous().view(torch.int32), layout.element, layout.operand)
-    parts = [_STEPS[is_fp8][axis - 6] for axis in _ORDER[is_fp8]]
-    axes = nibbles.view(layout.units, layout.depths, 2, 4, 8, *parts, 2)
-    back = [5 + _ORDER[is_fp8].index(axis) for axis in (6, 7, 8, 9)]
+    """The inverse of `_codes`, int32 [N, K]."""
+    kind = _kind(layout)
+    steps, order = _STEPS[kind], _ORDER[kind]
+    if kind == "bytes":
+        ordered = codes.contiguous().view(torch.int8).int()
+    else:
+        ordered = codes_of(codes.contiguous().view(torch.int32), layout.element, layout.operand)
+    axes = ordered.view(layout.units, layout.depths, steps[0], 4, 8, *(steps[axis - 5] for axis in order), 2)
+    back = [5 + order.index(axis) for axis in (6, 7, 8, 9)]
     rows = axes.permute(0, 3, 4, 9, 1, 2, *back).reshape(layout.units * ROWS, -1)
     return rows[: layout.rows, : layout.columns]
 

@@ -12,6 +12,7 @@ class Fp8Backend(StrEnum):
     """Backends of FP8 layers."""
 
     TRITON = "triton"
+    CUDA = "cuda"
     TORCH_SCALED_MM = "torch_scaled_mm"
     CUTLASS = "cutlass"
     DEEP_GEMM = "deep_gemm"
@@ -39,6 +40,7 @@ FAMILY = Family(
     {
         "cuda": (
             Fp8Backend.TRITON,
+            Fp8Backend.CUDA,
             Fp8Backend.TORCH_SCALED_MM,
             Fp8Backend.FLASHINFER,
             Fp8Backend.DEEP_GEMM,

@@ -14,6 +14,7 @@ class MxBackend(StrEnum):
     TORCH_SCALED_MM = "torch_scaled_mm"
     FLASHINFER = "flashinfer"
     TRITON = "triton"
+    CUDA = "cuda"
     HUMMING = "humming"
     MARLIN = "marlin"
     B12X = "b12x"
@@ -45,6 +46,7 @@ FAMILY = Family(
             MxBackend.CUTLASS,
             MxBackend.B12X,
             MxBackend.TRITON,
+            MxBackend.CUDA,
             MxBackend.HUMMING,
             MxBackend.MARLIN,
             MxBackend.EMULATION,

@@ -1,4 +1,4 @@
-// Sums of decoded E2M1 times few tokens by `mma`, which waits for nobody. Weights are scaled, which rounds nothing.
+// Sums of decoded weights times few tokens by `mma`, which waits for nobody; what scales groups multiplies weights.
 
 __device__ __forceinline__ void add_stages_of_few(const Reader& reader, float (&sums)[TILES][SUMS], Share& share,
                                                   Turn& turn, int count) {
