@@ -22,12 +22,13 @@ class Named:
     """A kernel of another project.
 
     Attributes:
-        name: what it is called; its backend has the same name.
+        name: what it is called.
         platform: where it runs.
         lowest, highest: compute capabilities times ten that it runs on, where the platform has them.
         weights: names of weight elements that it multiplies, biased integers under the signed one's name.
         activations: names of activation elements, `none` for activations as they are.
         reason: why it is not here and what is.
+        backend: what it belongs to, where that is not its name.
     """
 
     name: str
@@ -37,12 +38,15 @@ class Named:
     weights: frozenset[str]
     activations: frozenset[str]
     reason: str
+    backend: str
 
 
 def _named(
-    name: str, platform: Platform, lowest: int, highest: int, weights: str, activations: str, reason: str
-) -> Named:
-    return Named(name, platform, lowest, highest, frozenset(weights.split()), frozenset(activations.split()), reason)
+    name: str, platform: Platform, lowest: int, highest: int, weights: str, activations: str, reason: str,
+    backend: str = "",
+) -> Named:  # fmt: skip
+    sides = frozenset(weights.split()), frozenset(activations.split())
+    return Named(name, platform, lowest, highest, *sides, reason, backend or name)
 
 
 ANY = 1 << 30
@@ -61,7 +65,7 @@ NAMED = (
            "it compiles itself with a CUDA toolkit at run time and is in no registry; triton_fp8 multiplies blocks"),
     _named("flashinfer_trtllm", "cuda", 100, 109, "e4m3 e2m1", "e4m3 e2m1",
            "its products want rows of weights in an order of their own, which could not be checked for want of such a "
-           "device; flashinfer's other products are there"),
+           "device; flashinfer's other products are there", "flashinfer"),
     _named("aiter", "rocm", 0, ANY, "int8 e4m3 e4m3fnuz e2m1", "int8 e4m3 e4m3fnuz e2m1",
            "nothing of fewbit has been run on an AMD GPU, so no kernel is offered there but the reference"),
     _named("xpu", "xpu", 0, ANY, "int4 int8 e4m3 e5m2 e2m1", "none int8 e4m3 e5m2",
@@ -74,7 +78,8 @@ class NotBuilt(LinearKernel):
 
     def __init__(self, named: Named) -> None:
         self.named = named
-        self.name = self.backend = named.name  # type: ignore[misc] - one class for all rows of the table
+        self.name = named.name  # type: ignore[misc] - one class for all rows of the table
+        self.backend = named.backend  # type: ignore[misc] - the same
         self.weight_only = named.activations == {"none"}  # type: ignore[misc]
 
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal:
