@@ -149,9 +149,20 @@ def test_candidates_are_possible(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 33, 128, 256, 512, 4096])
 @pytest.mark.parametrize("rows", [64, 6144, 28672])
-@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
-def test_candidate_cuts_fit(tokens: int, rows: int, operand: str) -> None:
-    layout = FragmentLayout(rows, 4096, 32, "bf16", 0, False, operand)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        (32, "bf16", "integers"),
+        (32, "e4m3", "integers"),
+        (16, "bf16", "e2m1"),
+        (32, "e4m3", "e2m1"),
+        (0, "bf16", "int8"),
+    ],
+    ids=str,
+)
+def test_candidate_cuts_fit(tokens: int, rows: int, stored: tuple[int, str, str]) -> None:
+    group, operand, element = stored
+    layout = FragmentLayout(rows, 4096, group, "bf16", 0, False, operand, element, element == "e2m1")
     cuts = list(cut_candidates(layout, tokens))
     assert len(set(cuts)) == len(cuts)
     assert cuts

@@ -81,6 +81,8 @@ class Cut:
 
 DECODES_FIRST_FROM = 1025
 """Tokens from which weights are decoded once, into a matrix for the vendor's product."""
+FEWEST_STAGES = 3
+"""Of a cut that leaves the copy engine time; wide blocks of 8-bit weights have no room for them."""
 TALL = 16384
 """Output features from which blocks of twice the height leave no multiprocessor idle; they read x half as often."""
 _LOW = (
@@ -126,7 +128,7 @@ def cut_by_rule(layout: FragmentLayout, tokens: int) -> Cut:
     """A cut for shapes and devices that were not measured."""
     decoding = layout.decoding
     tables = (_GROUPS_LOW, _GROUPS_HIGH) if decoding.sums_groups else _BY_RULE[decoding.is_fp8]
-    table = tables[layout.rows >= TALL]
+    table = [cut for cut in tables[layout.rows >= TALL] if cut.fitted(layout).stages >= FEWEST_STAGES]
     cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
     return replace(cut, decodes_first=not decoding.sums_groups and tokens >= DECODES_FIRST_FROM)
 

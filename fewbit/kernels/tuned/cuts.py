@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_for, cut_in
+from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.measure import call_time_us
@@ -33,7 +33,7 @@ BLOCKS = {
 }
 """Tokens of a block -> warpgroups and tiles of each; where groups are summed, two tiles take twice the registers."""
 MOST_OF_GROUPS = {(2, 2): 64, (4, 1): 64, (3, 1): 128, (2, 1): 192, (1, 2): 64}
-MOST_STAGES, FEWEST_STAGES = 16, 3
+MOST_STAGES = 16
 FEW = 32
 """Tokens up to which two blocks have room on a multiprocessor."""
 DECODES_FIRST_FROM = 1024
