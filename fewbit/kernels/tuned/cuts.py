@@ -46,7 +46,7 @@ def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
     widths = _WIDTHS_OF_GROUPS if decoding.sums_groups else _WIDTHS
     last = next((index for index, width in enumerate(widths) if width >= tokens), len(widths) - 1)
     if tokens >= DECODES_FIRST_FROM and not decoding.sums_groups:
-        yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True)
+        yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True).fitted(layout)
     for width in widths[last - 1 if tokens > 64 else last : last + 1]:
         for warpgroups, tiles in BLOCKS[width]:
             if decoding.sums_groups and width > MOST_OF_GROUPS[warpgroups, tiles]:
