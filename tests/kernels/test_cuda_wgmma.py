@@ -27,7 +27,7 @@ from fewbit.kernels.linear.fragment_layout import (
     FragmentLayout,
     fragment_layout_of,
 )
-from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors
+from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors, group_scales
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
@@ -98,6 +98,14 @@ def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: 
         tensors = fragment_tensors(record, replace(layout, folds=folds))
         numbers = fragment_numbers(tensors["weight"], replace(layout, folds=folds), tensors.get("row_scale"))
         assert torch.equal(numbers, dequantize(record))
+
+
+def test_scales_of_groups_are_read_back_for_torch() -> None:
+    record = layer(KEYS["W4AF8 g128"], 200, 384)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 g128"]), "e4m3")
+    assert layout is not None
+    weight = fragment_tensors(record, layout)["weight"]
+    assert torch.equal(group_scales(weight, layout), record["scale"].t())
 
 
 def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:

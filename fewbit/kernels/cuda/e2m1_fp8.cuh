@@ -19,11 +19,10 @@ __device__ __forceinline__ void look_up(u32* fragment, u32 codes, const Table& f
 }
 
 // The fragment of a group of 32 input features: a word of steps has those of two groups, by turns, for either output feature.
+// Scales of two bytes stay outside.
 __device__ __forceinline__ void decode(u32 (&fragment)[4], const u32* codes, u32 steps, int group, u32) {
+    if (SCALE_WIDTH == 2) steps = 0;
     const Table first(byte_of(steps, group % 2)), second(byte_of(steps, 2 + group % 2));
     look_up(&fragment[0], codes[0], first, second);
     look_up(&fragment[2], codes[1], first, second);
 }
-
-// The same where scales stay outside.
-__device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) { look_up(fragment, codes, Table(0), Table(0)); }

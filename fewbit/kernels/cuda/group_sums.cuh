@@ -29,11 +29,8 @@ __device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[T
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
 #pragma unroll
-                for (int s = 0; s < PARTS; s++) {
-                    const int k = (g * PARTS + s) * 2;
-                    decode_e4m3(&fragment[t][s][0], share.codes[t][k]);
-                    decode_e4m3(&fragment[t][s][2], share.codes[t][k + 1]);
-                }
+                for (int s = 0; s < PARTS; s++)
+                    decode(fragment[t][s], &share.codes[t][(g * PARTS + s) * PRODUCT_WORDS], 0, 0, 0);
                 multiply_fence();
 #pragma unroll
                 for (int s = 0; s < PARTS; s++)

@@ -11,3 +11,9 @@ __device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) {
         fragment[i] = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81;
     }
 }
+
+// The fragment of 32 input features, before scales.
+__device__ __forceinline__ void decode(u32 (&fragment)[4], const u32* codes, u32, int, u32) {
+    decode_e4m3(&fragment[0], codes[0]);
+    decode_e4m3(&fragment[2], codes[1]);
+}

@@ -2,8 +2,9 @@
 
 Nothing but the activations is rounded: the scale of a group of integers multiplies the float32 sum over it, which runs
 over 128 input features at most in the tensor cores. E2M1 takes its power of two in, so that all of K is summed in the
-tensor cores, whose sums keep some 14 bits; for prompts such weights are decoded once to codes for torch's product. The
-scales of output features and of tokens multiply the result. For the rest see `cuda_wgmma`.
+tensor cores, whose sums keep some 14 bits. The scales of output features and of tokens multiply the result. For prompts
+weights are decoded once to codes for torch's products, integers where their groups are 128 long. For the rest see
+`cuda_wgmma`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refu
 from fewbit.kernels.linear.cuda_wgmma import FLAGS, fragment_obstacles, prepared_fragments
 from fewbit.kernels.linear.fragment_cuts import cut_for
 from fewbit.kernels.linear.fragment_layout import DTYPES, FragmentLayout, fragment_layout_of
-from fewbit.kernels.linear.fragment_tensors import fragment_numbers
+from fewbit.kernels.linear.fragment_tensors import fragment_numbers, group_scales
 from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.products import static_tensors
@@ -37,6 +38,8 @@ from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import QuantKey
 
 QUANTUM = 16  # input features of 16 bytes
+INTEGERS_COUNT = 512.0
+"""What makes up for integers being decoded to the same bits of E4M3, which count in 2**-9."""
 
 
 class CudaWgmmaFp8(LinearKernel):
@@ -122,12 +125,24 @@ def _multiply(
     from fewbit.kernels.cuda import products  # loads the driver's library
 
     cut = cut_for(layout, codes.shape[0], device_name(codes.device))
-    of_codes = ProductLayout("e4m3", "codes", layout.rows, layout.columns, 0, 0, "f32")
+    of_codes = ProductLayout(
+        "e4m3", "codes", layout.rows, layout.columns, 0 if layout.folds else layout.group, 0, "f32"
+    )
     with torch.cuda.device(codes.device):  # the driver launches where the current device is
-        if cut.decodes_first and row_scale is not None and vendor_multiplies(of_codes):
-            tensors = {"weight": products.decode(weight, layout), "row_scale": row_scale[: layout.rows]}
+        if cut.decodes_first and vendor_multiplies(of_codes):
+            tensors = {"weight": products.decode(weight, layout)} | _scales(weight, row_scale, layout)
             return vendor_product(codes, scale, tensors, bias, of_codes, DTYPES[layout.dtype])
         return products.multiply(codes, weight, flags, bias, layout, cut, scale, row_scale)
+
+
+def _scales(weight: Tensor, row_scale: Tensor | None, layout: FragmentLayout) -> dict[str, Tensor]:
+    """What multiplies codes, as torch's products take it."""
+    if row_scale is not None:
+        return {"row_scale": row_scale[: layout.rows]}
+    return {
+        "scale": group_scales(weight, layout),
+        "row_scale": weight.new_full((), INTEGERS_COUNT, dtype=torch.float32),
+    }
 
 
 def _fake(x: Tensor, *rest: object) -> Tensor:

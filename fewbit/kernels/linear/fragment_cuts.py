@@ -130,7 +130,7 @@ def cut_by_rule(layout: FragmentLayout, tokens: int) -> Cut:
     tables = (_GROUPS_LOW, _GROUPS_HIGH) if decoding.sums_groups else _BY_RULE[decoding.is_fp8]
     table = [cut for cut in tables[layout.rows >= TALL] if cut.fitted(layout).stages >= FEWEST_STAGES]
     cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
-    return replace(cut, decodes_first=not decoding.sums_groups and tokens >= DECODES_FIRST_FROM)
+    return replace(cut, decodes_first=tokens >= DECODES_FIRST_FROM)
 
 
 def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, tokens: int) -> Cut | None:

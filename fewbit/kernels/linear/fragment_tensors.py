@@ -181,6 +181,13 @@ def _float_scales(scales: Tensor, layout: FragmentLayout) -> Tensor:
     return numbers.repeat_interleave(layout.group, 1)[: layout.rows, : layout.columns]
 
 
+def group_scales(weight: Tensor, layout: FragmentLayout) -> Tensor:
+    """The scales of a prepared weight whose scales have two bytes, [K / group, rounded up, N]."""
+    pairs = weight[..., layout.code_bytes : layout.code_bytes + layout.scale_bytes].contiguous()
+    values = pairs.view(DTYPES[layout.dtype]).view(layout.units, -1, ROWS)
+    return values.transpose(0, 1).reshape(-1, layout.units * ROWS)[:, : layout.rows]
+
+
 def _unpaired(pairs: Tensor, layout: FragmentLayout) -> Tensor:
     """uint8 [units, depths, scale_bytes] -> float32 [N, K]."""
     groups = DEPTH // layout.group

@@ -45,7 +45,7 @@ def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
     decoding = layout.decoding
     widths = _WIDTHS_OF_GROUPS if decoding.sums_groups else _WIDTHS
     last = next((index for index, width in enumerate(widths) if width >= tokens), len(widths) - 1)
-    if tokens >= DECODES_FIRST_FROM and not decoding.sums_groups:
+    if tokens >= DECODES_FIRST_FROM:
         yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True).fitted(layout)
     for width in widths[last - 1 if tokens > 64 else last : last + 1]:
         for warpgroups, tiles in BLOCKS[width]:
