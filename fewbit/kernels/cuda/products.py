@@ -18,6 +18,8 @@ from fewbit.spec.element import E4M3
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
 """Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
+FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 16
+OTHER_REGISTERS = 48  # than sums and what is in flight
 SWIZZLED = 128  # bytes of a row of a box
 DECODE_THREADS = 256
 
@@ -81,9 +83,9 @@ def decode(weight: Tensor, layout: FragmentLayout, row_scale: Tensor | None = No
     dtype = torch.float8_e4m3fn if layout.decoding.is_fp8 else DTYPES[layout.dtype]
     out = torch.empty(layout.rows, layout.columns, dtype=dtype, device=weight.device)
     function = _decoder(layout.decoding, weight.device.index)
-    pointers = (ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(out.data_ptr()))
-    extents = (ctypes.c_int(layout.rows), ctypes.c_int(layout.columns), ctypes.c_int(layout.depths))
-    parameters = addresses(*pointers, *extents, ctypes.c_void_p(_pointer(row_scale)))
+    pointers = [ctypes.c_void_p(_pointer(tensor)) for tensor in (weight, out, row_scale)]
+    extents = [ctypes.c_int(extent) for extent in (layout.rows, layout.columns, layout.depths)]
+    parameters = addresses(*pointers[:2], *extents, pointers[2])  # lists keep alive what they point to
     function.launch(layout.units * layout.depths, parameters, _stream(weight))
     return out
 
@@ -160,8 +162,19 @@ def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
     macros |= {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
         "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
+        "IN_FLIGHT": _in_flight(decoding, cut, registers),
     }  # fmt: skip
     return macros if decoding.sums_groups else macros | {"STEP": cut.step, "AHEAD": int(cut.ahead)}
+
+
+def _in_flight(decoding: Decoding, cut: Cut, registers: int) -> int:
+    """Loads of 16 bytes that a thread starts together where it adds what other blocks found, a power of two."""
+    if (
+        decoding.element == INTEGERS or cut.residents > 1
+    ):  # the table of integers was measured so; two blocks have no room
+        return FEWEST_IN_FLIGHT
+    fitting = (registers - cut.tiles * cut.tokens // 2 - OTHER_REGISTERS) // 4
+    return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, 1 << fitting.bit_length() - 1))
 
 
 @cache
