@@ -1,4 +1,4 @@
-"""The kernels that people use otherwise, where they are at hand: Humming, and vLLM's compiled Marlin, Machete, CUTLASS.
+"""The kernels that people use otherwise, where they are at hand: Humming, torch, vLLM's Marlin, Machete and CUTLASS.
 
 Humming is the package `humming-kernels`. vLLM's library is one file of its wheel, `_C_stable_libtorch.abi3.so` of
 vLLM 0.25.1 (built for torch 2.11), beside `scalar_type.py` of the same wheel: `--rivals DIR` names the folder that
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
+Calls = dict[str, Callable[[Tensor], list[Call]]]
 GROUP = 128
 BF16 = torch.bfloat16
 
+CODES = {"FP8_DYNAMIC": torch.float8_e4m3fn, "W8A8": torch.int8}
+"""Schemes that CUTLASS multiplies -> what its operands are."""
 HUMMING: dict[str, tuple[dict[str, Any], str]] = {
     "W4A16": ({"dtype": "int4", "group_size": GROUP, "scale_dtype": "bfloat16"}, "bfloat16"),
     "NVFP4A16": ({"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"}, "bfloat16"),
@@ -54,19 +57,15 @@ class Rivals:
 
             self.library, self.scalar_types = torch.ops._C, scalar_types
 
-    def layers(self, scheme: str, columns: int, rows: int, copies: int) -> dict[str, Callable[[Tensor], list[Call]]]:
-        """Name -> a function from x [M, K] to one call for each copy."""
-        found: dict[str, Callable[[Tensor], list[Call]]] = {}
-        if importlib.util.find_spec("humming") and scheme in HUMMING:
-            found["humming"] = _humming(scheme, columns, rows, copies)
-        if self.library is None:
-            return found
-        if scheme == "W4A16":
-            found["marlin"] = self._marlin(columns, rows, copies)
-            found["machete"] = self._machete(columns, rows, copies)
-        if scheme == "FP8_DYNAMIC":
-            found["cutlass"] = self._cutlass(columns, rows, copies)
-        return found
+    def layer(self, name: str, scheme: str, columns: int, rows: int, copies: int) -> Calls:
+        """Figure -> a function from x [M, K] to one call for each copy; those of a product alone end in `_product`."""
+        if name == "humming":
+            return {name: _humming(scheme, columns, rows, copies)}
+        if name == "torch":
+            return {"torch_product": _torch(columns, rows, copies)}
+        if name == "cutlass":
+            return self._cutlass(CODES[scheme], columns, rows, copies)
+        return {name: getattr(self, f"_{name}")(columns, rows, copies)}
 
     def _words(self, columns: int, rows: int, copies: int) -> list[Tensor]:
         shape = (columns // 8, rows)
@@ -108,18 +107,59 @@ class Rivals:
 
         return calls
 
-    def _cutlass(self, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
-        """The product alone: vLLM quantizes activations in another kernel."""
-        library = self.library
-        weights = [torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn).t() for _ in range(copies)]
+    def _cutlass(self, dtype: torch.dtype, columns: int, rows: int, copies: int) -> Calls:
+        """The product after vLLM's own rounding by token, and the product alone."""
+        library, weights = self.library, _codes(dtype, columns, rows, copies)
         scale = torch.ones(1, rows, device="cuda")
 
-        def calls(x: Tensor) -> list[Call]:
-            codes, token = x.to(torch.float8_e4m3fn), torch.ones(x.shape[0], 1, device="cuda")
-            out = x.new_empty(x.shape[0], rows)
-            return [partial(library.cutlass_scaled_mm, out, codes, one, token, scale, None) for one in weights]
+        def rounded(x: Tensor, codes: Tensor, token: Tensor) -> None:
+            if dtype == torch.int8:
+                library.dynamic_scaled_int8_quant(codes, x, token, None)
+            else:
+                library.dynamic_per_token_scaled_fp8_quant(codes, x, token, None)
 
-        return calls
+        def product(out: Tensor, codes: Tensor, one: Tensor, token: Tensor) -> None:
+            library.cutlass_scaled_mm(out, codes, one, token, scale, None)
+
+        def both(x: Tensor, out: Tensor, codes: Tensor, one: Tensor, token: Tensor) -> None:
+            rounded(x, codes, token)
+            product(out, codes, one, token)
+
+        def calls(x: Tensor, alone: bool) -> list[Call]:
+            codes, token = x.to(dtype), torch.ones(x.shape[0], 1, device="cuda")
+            out = x.new_empty(x.shape[0], rows)
+            first = partial(product, out, codes) if alone else partial(both, x, out, codes)
+            return [partial(first, one, token) for one in weights]
+
+        return {"cutlass": partial(calls, alone=False), "cutlass_product": partial(calls, alone=True)}
+
+
+def names_at_hand(scheme: str, folder: Path | None) -> list[str]:
+    """The rivals of a scheme that can be tried here."""
+    found = ["humming"] if scheme in HUMMING and importlib.util.find_spec("humming") else []
+    found += ["torch"] if scheme == "FP8_DYNAMIC" else []
+    if folder is not None:
+        found += ["marlin", "machete"] if scheme == "W4A16" else []
+        found += ["cutlass"] if scheme in CODES else []
+    return found
+
+
+def _codes(dtype: torch.dtype, columns: int, rows: int, copies: int) -> list[Tensor]:
+    """Weights [K, N], the features of an output beside each other."""
+    shape = (rows, columns)
+    return [(torch.randn(shape, device="cuda") * 4).to(dtype).t() for _ in range(copies)]
+
+
+def _torch(columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:
+    """torch's product with scales of rows, the fast way to sum."""
+    weights, scale = _codes(torch.float8_e4m3fn, columns, rows, copies), torch.ones(1, rows, device="cuda")
+
+    def calls(x: Tensor) -> list[Call]:
+        codes, token = x.to(torch.float8_e4m3fn), torch.ones(x.shape[0], 1, device="cuda")
+        product = partial(torch._scaled_mm, out_dtype=x.dtype, use_fast_accum=True)
+        return [partial(product, codes, one, token, scale) for one in weights]
+
+    return calls
 
 
 def _humming(scheme: str, columns: int, rows: int, copies: int) -> Callable[[Tensor], list[Call]]:

@@ -17,7 +17,7 @@ from fewbit.kernels.moe.interface import MoeKernel, MoeRequest
 from fewbit.kernels.not_built import not_built
 from fewbit.kernels.oracles.family import Family
 from fewbit.kernels.select import Choice, Preference, choose
-from fewbit.kernels.tuned.table import table_for
+from fewbit.kernels.tuned.table import measured_costs
 from fewbit.spec.hardware import Hardware
 from fewbit.spec.key import LinearKey
 
@@ -55,10 +55,9 @@ def choose_kernel(
     Raises:
         KernelError: see `select.choose`.
     """
-    table = table_for(hardware)
-    if table is not None and not preference.costs and not request.batch_invariant:  # measured by other plans
-        costs = table.costs_of(request, preference.mix)
-        preference = replace(preference, costs=costs, cost_source=str(table) if costs else "")
+    if not preference.costs and not request.batch_invariant:  # measured by other plans
+        costs, source = measured_costs(request, hardware, preference.mix)
+        preference = replace(preference, costs=costs, cost_source=source)
     return choose(request, hardware, linear_kernels().values(), family_of(request.key), preference)
 
 

@@ -206,7 +206,7 @@ def test_kernels_of_other_projects_say_why_they_are_not_here(
 
 def test_humming_is_there_where_its_package_is() -> None:
     with_it = H200.with_software("humming-kernels")
-    for key in ("W4A16", "W3A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"):
+    for key in ("W4AF8 g128", "W4A16", "W3A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"):
         choice = chosen(key, with_it, Preference("humming"))
         assert (choice.kernel.name, choice.numerics) == ("humming", Numerics.KEEPS)
         assert chosen(key, with_it).kernel.name != "humming", "what was not measured does not go first"

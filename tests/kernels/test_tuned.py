@@ -14,16 +14,17 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.fragment_cuts import Cut, cut_by_rule, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import FragmentLayout
 from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of
-from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table
+from fewbit.kernels.linear.tile_plans import Plan, is_possible, plan_by_rule, plan_by_table, plan_for
 from fewbit.kernels.linear.weight_tiles import TileLayout, layout_of
 from fewbit.kernels.probe import this_machine
 from fewbit.kernels.registry import choose_kernel, linear_kernels
 from fewbit.kernels.select import Preference
 from fewbit.kernels.tuned.candidates import candidates
+from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.cuts import cut_candidates
 from fewbit.kernels.tuned.layouts import layout_costs
 from fewbit.kernels.tuned.session import tune_layers
-from fewbit.kernels.tuned.table import SHIPPED, Table, table_for
+from fewbit.kernels.tuned.table import SHIPPED, Table, file_name, tables_for, tables_of
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS
 
@@ -77,9 +78,29 @@ def test_kernels_compiled_by_nvrtc_are_chosen_for_batches_where_they_can_be_comp
 
 
 def test_another_version_or_device_is_not_served() -> None:
-    assert table_for(H200) is not None
-    assert table_for(replace(H200, software={"torch": "2.12", "triton": "3.6"})) is None
-    assert table_for(replace(H200, model="NVIDIA H100")) is None
+    assert tables_for(H200)
+    assert not tables_for(replace(H200, software={"torch": "2.12", "triton": "3.6"}))
+    assert not tables_for(replace(H200, model="NVIDIA H100"))
+
+
+def test_a_table_of_the_users_own_comes_first_and_hides_no_other_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shipped = LinearRequest(KEYS["W4A16"], 64, 256), LinearRequest(KEYS["W4A16"], 4096, 4096)
+    layer = {"key": str(own.key), "dtype": "bf16", "N": 64, "K": 256}
+    costs = ({**layer, "M": 4096, "us": {"triton_tiles": 3.0}},)
+    before = choose_kernel(own, H200)
+    assert (before.verdicts[0].cost_us, before.cost_source) == (None, "")
+    monkeypatch.setattr("fewbit.kernels.tuned.table.user_folder", lambda: tmp_path)
+    Table(H200.model, "", {"torch": "2.11"}, costs).write(tmp_path / file_name(H200.model))
+    tables_of.cache_clear()
+    try:
+        after = choose_kernel(own, H200)
+        assert (after.kernel.name, after.verdicts[0].cost_us) == ("triton_tiles", 3.0)
+        assert after.cost_source == "measured on NVIDIA H200 with torch 2.11, nvidia-h200.json"
+        assert choose_kernel(shipped, H200).verdicts[0].cost_us is not None
+    finally:
+        tables_of.cache_clear()
 
 
 def test_costs_are_averaged_over_the_mix_at_the_next_larger_m() -> None:
@@ -194,3 +215,13 @@ def test_a_session_writes_what_it_measured_and_keeps_the_rest(tmp_path: Path) ->
     assert Table.read(path) == second
     assert len(second.costs) == 3
     assert len(said) == 3
+
+
+def test_every_choice_is_known_by_what_it_usually_chooses() -> None:
+    layout = layout_of(LinearRequest(KEYS["W4A16"], 4096, 4096))
+    assert layout is not None
+    assert {plan_for, cut_for} <= {*Chosen.every}
+    assert plan_for.usual(layout, 1, "NVIDIA H200") == plan_by_table(layout, 1, "NVIDIA H200")
+    with plan_for.by(lambda *_: Plan()):
+        assert plan_for(layout, 1, "NVIDIA H200") == Plan()
+        assert plan_for.usual(layout, 1, "NVIDIA H200") != Plan()

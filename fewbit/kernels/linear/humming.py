@@ -29,6 +29,8 @@ FIRST, SECOND = "weight_scale", "weight_scale" + "_2"  # what Humming calls scal
 CAPABILITY = 75
 QUANTA = {"N": 64, "K": 128}
 GROUPS = (0, 32, 64, 128)
+MOST_BITS_FP8 = 5
+"""Of integers that e4m3 holds."""
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 _NAMES = {"bf16": "bfloat16", "f16": "float16"}
 _FLOATS = {E4M3: "float8e4m3", E2M1: "float4e2m1"}
@@ -108,8 +110,9 @@ def _key_obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
     per_token = (activation.granularity.rows, activation.granularity.columns) == (TOKEN.rows, TOKEN.columns)
     if activation.element != E4M3 or not per_token or activation.scale.element != F32 or not activation.is_dynamic:
         yield f"activations as they are, or e4m3 by token, are needed, found {activation}"
-    if weight.element.is_integer or weight.scale.element == E4M3:
-        yield f"FP8 activations go with e4m3 and MXFP4 weights here, found {weight}"
+    if weight.element.bits > MOST_BITS_FP8 if weight.element.is_integer else weight.scale.element == E4M3:
+        wanted = f"integers of up to {MOST_BITS_FP8} bits, e4m3 and MXFP4 weights"
+        yield f"FP8 activations go with {wanted} here, found {weight}"
     if not hardware.has("fp8"):
         yield f"FP8 arithmetic is needed, {hardware.name} has none"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 Layout = TypeVar("Layout")
 Way = TypeVar("Way")
@@ -19,8 +19,12 @@ class Chosen(Generic[Layout, Way]):
         by: chooses where nothing is tried.
     """
 
+    every: ClassVar[list[Chosen[Any, Any]]] = []
+    """Those of all operations whose modules are imported."""
+
     def __init__(self, by: Callable[[Layout, int, str], Way]) -> None:
-        self._by = by
+        self._by = self.usual = by
+        Chosen.every.append(self)
 
     def __call__(self, layout: Layout, tokens: int, device: str) -> Way:
         return self._by(layout, tokens, device)

@@ -6,17 +6,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
 from fewbit.kernels.registry import linear_kernels
-from fewbit.kernels.tuned.measure import call_time_us
 from fewbit.kernels.tuned.table import Table
-from fewbit.kernels.tuned.tune import inputs, rotated
+from fewbit.kernels.tuned.tune import fastest_ways
 from fewbit.spec.element import E4M3
 from fewbit.spec.hardware import Hardware
 
@@ -90,16 +88,7 @@ def _tuned(
 ) -> list[dict[str, Any]]:
     candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens))) for tokens in ladder}
     compile_cuts((layout.decoding, cut) for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
-    weights, found = rotated(kernel, request, "cuda"), []
-    for tokens, cuts in candidates.items():
-        x, timed = inputs(request, tokens, "cuda"), []
-        for cut in cuts:
-            with cut_for.by(lambda *_, cut=cut: cut):
-                timed.append((call_time_us([partial(kernel.run, x, one, None) for one in weights], "cuda"), cut))
-        best_us, best = min(timed, key=lambda pair: pair[0])
-        say(f"{request.key} N={request.rows} K={request.columns} M={tokens}: {best_us:.1f} us, {best}")
-        found.append({"layout": asdict(layout), "M": tokens, "cut": asdict(best), "us": round(best_us, 2)})
-    return found
+    return fastest_ways(request, kernel, layout, cut_for, candidates, say, "cut")
 
 
 def cutter_of(table: Table) -> Callable[[FragmentLayout, int, str], Cut]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.fragment_cuts import cut_for
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, plan_for
 from fewbit.kernels.tuned.cuts import cutter_of, tune_cuts
-from fewbit.kernels.tuned.table import COMPARED, Table, name_of, tables_of
+from fewbit.kernels.tuned.table import COMPARED, Table, merged, name_of, tables_of, with_costs
 from fewbit.kernels.tuned.tune import (
     LADDER,
     Progress,
@@ -21,6 +20,9 @@ from fewbit.kernels.tuned.tune import (
     tune_plans,
 )
 from fewbit.spec.hardware import Hardware
+
+WAYS_ARE_OF = ("layout", "M")
+"""What tells entries of plans, and of cuts, from each other."""
 
 
 def tune_layers(
@@ -41,13 +43,13 @@ def tune_layers(
     for request, pairs in found.items():
         for kernel, layout in pairs:
             plans = tune_plans(request, kernel, layout, ladder or LADDER, say)
-            table = replace(table, plans=_merged(table.plans, plans, ("layout", "M")))
+            table = replace(table, plans=merged(table.plans, plans, WAYS_ARE_OF))
         cuts = tune_cuts(request, hardware, ladder or LADDER, say)
-        table = replace(table, cuts=_merged(table.cuts, cuts, ("layout", "M")))
+        table = replace(table, cuts=merged(table.cuts, cuts, WAYS_ARE_OF))
         plans_in_table = plan_for.by(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
         with plans_in_table, cut_for.by(cutter_of(table)):
             costs = tune_costs(request, hardware, ladder or LADDER, say)
-        table = replace(table, costs=_merged(table.costs, costs, ("key", "dtype", "N", "K", "M")))
+        table = with_costs(table, costs)
         table.write(path)
     tables_of.cache_clear()
     return table
@@ -56,9 +58,3 @@ def tune_layers(
 def plan_in(table: Table, layout: WeightLayout, tokens: int) -> Plan:
     """The table's plan, or the one by rule."""
     return measured_plan(table.plans, layout, tokens) or plan_by_rule(layout, tokens)
-
-
-def _merged(old: Sequence[Any], new: Sequence[Any], identity: tuple[str, ...]) -> tuple[Any, ...]:
-    """Old and new entries; where two are of the same layer and M, the new one."""
-    entries = {str([entry[name] for name in identity]): entry for entry in (*old, *new)}
-    return tuple(entries.values())

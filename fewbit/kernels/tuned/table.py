@@ -9,8 +9,8 @@ A table serves a device of the same name under the same major and minor versions
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,6 +115,17 @@ class Table:
         return {name: sum(line[name] * weight for line, weight in lines) / total for name in sorted(kernels)}
 
 
+def merged(old: Sequence[Any], new: Sequence[Any], identity: tuple[str, ...]) -> tuple[Any, ...]:
+    """Old and new entries; where two are of the same layer and M, the new one."""
+    entries = {str([entry[name] for name in identity]): entry for entry in (*old, *new)}
+    return tuple(entries.values())
+
+
+def with_costs(table: Table, costs: Sequence[Any]) -> Table:
+    """The table with costs of another run; a layer at an M is known from one run alone."""
+    return replace(table, costs=merged(table.costs, costs, ("key", "dtype", "N", "K", "M")))
+
+
 def _short(version: str) -> str:
     """Major and minor version."""
     return ".".join(version.split(".")[:2])
@@ -147,9 +158,20 @@ def tables_of(device: str) -> tuple[Table, ...]:
     return tuple(Table.read(path) for path in paths if device and path.is_file())
 
 
-def table_for(hardware: Hardware) -> Table | None:
-    """The table that serves a device and its software, the user's own before the shipped one."""
-    return next((table for table in tables_of(name_of(hardware)) if table.serves(hardware)), None)
+def tables_for(hardware: Hardware) -> list[Table]:
+    """The tables that serve a device and its software, the user's own before the shipped one."""
+    return [table for table in tables_of(name_of(hardware)) if table.serves(hardware)]
+
+
+def measured_costs(
+    request: LinearRequest, hardware: Hardware, mix: Mapping[int, float]
+) -> tuple[dict[str, float], str]:
+    """See `Table.costs_of`, from the first table that holds the layer; and which table that is, for people."""
+    for table in tables_for(hardware):
+        costs = table.costs_of(request, mix)
+        if costs:
+            return costs, str(table)
+    return {}, ""
 
 
 def name_of(hardware: Hardware) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +22,7 @@ from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.candidates import candidates
+from fewbit.kernels.tuned.choice import Chosen, Layout, Way
 from fewbit.kernels.tuned.measure import call_time_us, copies_of
 from fewbit.numerics import QuantizedTensor, quantize
 from fewbit.numerics.activations import needs_calibration, static_input_scales
@@ -48,8 +49,12 @@ def random_layer(request: LinearRequest, device: str) -> QuantizedTensor:
 
 
 def rotated(kernel: LinearKernel, request: LinearRequest, device: str) -> list[Prepared]:
-    """One prepared weight and copies of it, so many that the cache does not hold them."""
-    first = kernel.prepare(random_layer(request, device), request)
+    """Prepared weights of one random layer, so many that the cache does not hold them."""
+    return copied(kernel.prepare(random_layer(request, device), request), device)
+
+
+def copied(first: Prepared, device: str) -> list[Prepared]:
+    """A prepared weight on a device and copies of it, so many that the cache does not hold them."""
     placed = {name: tensor.to(device) for name, tensor in first.tensors.items()}
     many = [Prepared(placed, first.constants)]
     for _ in range(copies_of(first.nbytes) - 1):
@@ -87,19 +92,32 @@ def tune_plans(
     request: LinearRequest, kernel: LinearKernel, layout: WeightLayout, ladder: Iterable[int], say: Progress
 ) -> list[dict[str, Any]]:
     """The fastest plan at every M of the ladder, as entries of a table."""
-    weights = rotated(kernel, request, "cuda")
-    found = []
-    for tokens in ladder:
-        x = inputs(request, tokens, "cuda")
-        timed: list[tuple[float, Plan]] = []
-        for plan in candidates(layout, tokens, _multiprocessors()):
-            with plan_for.by(lambda *_, plan=plan: plan):
-                calls = [partial(kernel.run, x, one, None) for one in weights]
+    ways = {tokens: list(candidates(layout, tokens, _multiprocessors())) for tokens in ladder}
+    return fastest_ways(request, kernel, layout, plan_for, ways, say, "plan")
+
+
+def fastest_ways(
+    request: LinearRequest, kernel: LinearKernel, layout: Layout, chosen: Chosen[Layout, Way],
+    ways: Mapping[int, Sequence[Way]], say: Progress, called: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The fastest of the ways to run a product of so many rows, at every number of rows, as entries of a table.
+
+    Args:
+        layout: what the ways are kept under.
+        chosen: where the kernel's operation takes its way from.
+        called: what a table calls one.
+    """
+    weights, found = rotated(kernel, request, "cuda"), []
+    for tokens, several in ways.items():
+        x, timed = inputs(request, tokens, "cuda"), list[tuple[float, Way]]()
+        calls = [partial(kernel.run, x, one, None) for one in weights]
+        for way in several:
+            with chosen.by(lambda *_, way=way: way):
                 if _fits(calls[0]):
-                    timed.append((call_time_us(calls, "cuda"), plan))
+                    timed.append((call_time_us(calls, "cuda"), way))
         best_us, best = min(timed, key=lambda pair: pair[0])
         say(f"{request.key} N={request.rows} K={request.columns} M={tokens}: {best_us:.1f} us, {best}")
-        found.append({"layout": asdict(layout), "M": tokens, "plan": asdict(best), "us": round(best_us, 2)})
+        found.append({"layout": asdict(layout), "M": tokens, called: asdict(best), "us": round(best_us, 2)})
     return found
 
 

@@ -134,7 +134,8 @@ class Run:
             return None
         tensors: dict[str, Tensor] = {}
         made: dict[str, list[str]] = {}
-        outcomes: list[Callable[[], LayerOutcome]] = []
+        outcomes: list[LayerOutcome] = []
+        put_off: list[Callable[[], LayerOutcome]] = []
         for name in self.units[block]:
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is None or name != f"{layer.name}.weight":
@@ -146,9 +147,12 @@ class Run:
             tensors |= found
             made[name] = list(found)
             outcome = partial(outcome_of, layer, self.folder.later(name), own, self.solver.input_seen(layer))
-            outcomes.append(outcome if self.apart else partial(_given, outcome()))
+            if self.apart:
+                put_off.append(outcome)
+            else:
+                outcomes.append(outcome())  # at once: it holds what the layer was and what it became
         scales = dict(self._cache_scales(block)) if block else {}
-        return DoneUnit(tensors | scales, made, list(scales), outcomes, transforms)
+        return DoneUnit(tensors | scales, made, list(scales), outcomes, put_off, transforms)
 
     def _finished_weights(self, block: str, unit: FinishedUnit) -> Iterator[tuple[str, Tensor]]:
         """Path in the model and weight of each layer of a finished block that later layers saw quantized."""
@@ -295,7 +299,3 @@ class Run:
         """The tensors that the model class does not build; they are written as they were."""
         place = self.partial.destinations.tensor
         return sorted(name for name in self.folder.headers if tensor_slot(self.model, place(name)) is None)
-
-
-def _given(outcome: LayerOutcome) -> LayerOutcome:
-    return outcome

@@ -23,14 +23,16 @@ class DoneUnit:
         tensors: those that differ from the source's, by their names on disk; on any device.
         made: tensor of the source -> tensors that take its place.
         added: tensors that take the place of none.
-        outcomes: of its layers; put off, each holds what the layer was and what it became.
+        outcomes: of its layers, those that are known.
+        put_off: makes the others.
         transforms: what transformations did.
     """
 
     tensors: Mapping[str, Tensor]
     made: Mapping[str, list[str]]
     added: list[str]
-    outcomes: Sequence[Callable[[], LayerOutcome]]
+    outcomes: Sequence[LayerOutcome]
+    put_off: Sequence[Callable[[], LayerOutcome]]
     transforms: list[dict[str, Any]]
 
     def on_cpu(self) -> dict[str, Tensor]:
@@ -39,8 +41,9 @@ class DoneUnit:
 
     def facts(self) -> dict[str, Any]:
         """What is kept beside the tensors."""
-        outcomes = [vars(outcome()) for outcome in self.outcomes]
-        return {"made": self.made, "added": self.added, "outcomes": outcomes, "transforms": self.transforms}
+        outcomes = [*self.outcomes, *(outcome() for outcome in self.put_off)]
+        found = [vars(outcome) for outcome in outcomes]
+        return {"made": self.made, "added": self.added, "outcomes": found, "transforms": self.transforms}
 
 
 class OneBehind:
