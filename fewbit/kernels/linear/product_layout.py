@@ -193,7 +193,7 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
         if layout.folds:
             binades, largest = folded(plain)
-            scale, row_scale = _offsets(binades.t(), layout), largest * factor
+            scale, row_scale = _offsets(binades.t().contiguous(), layout), largest * factor
         else:
             scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
