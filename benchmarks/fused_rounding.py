@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -22,10 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Stat
 
 import fewbit.models.load as loading
 from fewbit.kernels.probe import installed, this_machine
+from fewbit.methods.linear import QuantizedLinear
 from fewbit.models.produced import DeferredNorm, GatedMlp
 from fewbit.models.quantization.quantize import quantize
 
-PROMPT, LONGEST, REPLAYS = 20, 256, 20
+PROMPT, LONGEST, WARM_UP, REPLAYS = 20, 256, 3, 20
 
 
 def random_model(folder: Path, layers: int, hidden: int) -> Path:
@@ -53,21 +55,22 @@ def loaded(folder: Path, produces: bool) -> PreTrainedModel:
 
 
 def step_time_us(model: PreTrainedModel, ids: Tensor, compiled: bool) -> float:
-    """Microseconds of one decode step in a CUDA graph, median."""
+    """Microseconds of one decode step in a CUDA graph, median. Each replay is a token more in the cache."""
+    assert PROMPT + WARM_UP + REPLAYS < LONGEST
     cache = StaticCache(config=model.config, max_cache_len=LONGEST)
-    arguments = {"past_key_values": cache, "use_cache": True}
-    model(input_ids=ids[:1, :PROMPT], cache_position=torch.arange(PROMPT, device="cuda"), **arguments)
+    kept: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    model(input_ids=ids[:1, :PROMPT], cache_position=torch.arange(PROMPT, device="cuda"), **kept)
     call = torch.compile(model.forward, fullgraph=True, dynamic=False) if compiled else model.forward
-    position = torch.tensor([PROMPT], device="cuda")
+    step = kept | {"input_ids": ids[:1, :1].clone(), "cache_position": torch.tensor([PROMPT], device="cuda")}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            call(input_ids=ids[:1, :1], cache_position=position, **arguments)
+        for _ in range(WARM_UP):
+            call(**step)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(input_ids=ids[:1, :1], cache_position=position, **arguments)
+        call(**step)
     times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -79,22 +82,24 @@ def step_time_us(model: PreTrainedModel, ids: Tensor, compiled: bool) -> float:
     return statistics.median(times)
 
 
-def measure(folder: Path, compiled: bool) -> dict[str, Any]:
-    """Both models of a quantized folder."""
+def measure(folder: Path, compiled: bool) -> Iterator[dict[str, Any]]:
+    """Both models of a quantized folder: what they are and one step, and then one compiled."""
     models = {"fused": loaded(folder, True), "apart": loaded(folder, False)}
     ids = torch.arange(96, device="cuda").reshape(2, 48) * 37 % 500
-    kinds = [type(module) for module in models["fused"].modules()]
+    modules = list(models["fused"].modules())
+    kernels = {module.choice.kernel.name for module in modules if isinstance(module, QuantizedLinear) and module.choice}
     with torch.no_grad():
         logits = {name: model(input_ids=ids).logits for name, model in models.items()}
-        line: dict[str, Any] = {
-            "gated": kinds.count(GatedMlp), "norms": kinds.count(DeferredNorm),
+        yield {
+            "gated": sum(isinstance(module, GatedMlp) for module in modules),
+            "norms": sum(isinstance(module, DeferredNorm) for module in modules), "kernels": sorted(kernels),
             "same_bits": torch.equal(logits["fused"], logits["apart"]),
+            "largest_difference": (logits["fused"] - logits["apart"]).abs().max().item(),
+            "largest_logit": logits["apart"].abs().max().item(),
         }  # fmt: skip
-        for name, model in models.items():
-            line[f"{name}_us"] = step_time_us(model, ids, compiled=False)
-            if compiled:
-                line[f"{name}_compiled_us"] = step_time_us(model, ids, compiled=True)
-    return line
+        for is_compiled in (False, True) if compiled else (False,):
+            for name, model in models.items():
+                yield {f"{name}{'_compiled' * is_compiled}_us": step_time_us(model, ids, is_compiled)}
 
 
 def main(
@@ -107,15 +112,19 @@ def main(
     """Times a decode step with norms and gated activations in the rounding and apart from it."""
     driver = this_machine("cuda").driver
     machine = {"gpu": torch.cuda.get_device_name(), "driver": driver, "python": platform.python_version()}
-    lines = []
+    machine |= installed()
+    lines: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         base = random_model(Path(folder) / "model", layers, hidden)
         for name in scheme:
             quantize(base, Path(folder) / name, name, effort="fast")
-            lines.append({"scheme": name, "layers": layers, "hidden": hidden, **measure(Path(folder) / name, compiled)})
-            print(json.dumps(lines[-1]), flush=True)
-    if output:
-        output.write_text(json.dumps({"machine": machine | installed(), "lines": lines}))
+            line: dict[str, Any] = {"scheme": name, "layers": layers, "hidden": hidden}
+            lines.append(line)
+            for found in measure(Path(folder) / name, compiled):
+                line |= found
+                print(name, json.dumps(found), flush=True)
+                if output:  # what was measured stays if a later step fails
+                    output.write_text(json.dumps({"machine": machine, "lines": lines}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,9 +49,9 @@ def bytes_of(record: QuantizedTensor, rounding: Rounding) -> torch.Tensor:
 
 
 def inputs(columns: int) -> torch.Tensor:
-    """Rows from 1e-5 to 1e5, one of zeros, and a zero group."""
+    """Rows from 1e-5 to 1e5, one of zeros, a zero group, and zeros that are negative."""
     x = torch.randn(7, columns, device=DEVICE) * torch.logspace(-5, 5, 7, device=DEVICE)[:, None]
-    x[2], x[3, :16] = 0, 0
+    x[2], x[3, :16], x[4, ::3] = 0, 0, -0.0
     return x.bfloat16()
 
 
@@ -81,6 +82,17 @@ def test_numbers_in_16_bits_are_those_of_the_definition_but_for_the_scale_of_the
 
 
 @needs_triton
+@pytest.mark.parametrize("text", ROUNDED)
+def test_a_row_alone_is_rounded_as_among_others(text: str) -> None:
+    x = inputs(160)
+    codes, scales = rounded(text, x, 160, as_numbers=False)
+    for row in (1, 6):
+        alone, scale = rounded(text, x[row : row + 1].contiguous(), 160, as_numbers=False)
+        assert torch.equal(alone.view(torch.uint8), codes[row : row + 1].view(torch.uint8))
+        assert torch.equal(scale.flatten(), (scales[..., row] if scales.dim() else scales).flatten())
+
+
+@needs_triton
 def test_what_lies_beyond_the_input_is_zero() -> None:
     for text in ("e4m3:token:f32:dynamic", "int8:asym:token:f32:dynamic", "e4m3:group64:f32:dynamic"):
         codes, _ = rounded(text, inputs(40), 64, as_numbers=False)
@@ -97,6 +109,30 @@ def test_quotients_are_correctly_rounded_at_every_magnitude() -> None:
             codes, scales = rounded(text, x, 4096, as_numbers=False)
             assert torch.equal(codes.view(torch.uint8), record["codes"].view(torch.uint8)), (text, exponent)
             assert torch.equal(scales, record["scale"][:, 0])
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32, rounded once: in float64 but where that falls half-way between two float32."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)  # exact
+    total = product + c
+    part = total - c
+    error = (product - part) + (c - (total - part))
+    halfway = (total.view(np.int64) & ((1 << 29) - 1)) == 1 << 28
+    away = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(halfway & (error != 0), away, total).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", [8, 11])
+def test_a_product_with_a_reciprocal_corrected_once_is_the_quotient(bits: int) -> None:
+    """What the programs rely on where multiply-adds are fused; every significand of a scale was tried once, in C."""
+    rng = np.random.default_rng(bits)
+    scale = rng.integers(1 << 23, 1 << 24, (4096, 1)).astype(np.float32)
+    numbers = rng.integers(1 << (bits - 1), 1 << bits, (1, 64)).astype(np.float32)
+    reciprocal = np.float32(1) / scale
+    product = numbers * reciprocal
+    excess = fused(product, scale, -numbers)
+    assert (product != numbers / scale).any()
+    assert np.array_equal(fused(excess, -reciprocal, product), numbers / scale)
 
 
 def test_everything_that_is_rounded_here_is_admitted() -> None:

@@ -1,24 +1,36 @@
 """Activations to codes or to the 16-bit numbers that they stand for: by token, by a known scale, or by group.
 
-Bit for bit what `numerics.quantize` gives. Quotients are correctly rounded; numbers are clamped before they are rounded
-to nearest, ties to even, by adding and taking away a large number of the right binade, so that the cast to a narrow
-float at the end is exact. The numbers of E4M3, of E2M1 and of integers of up to 8 bits are exact in bf16 and f16.
+The steps are in `rounding.py`. The numbers of E4M3, of E2M1 and of integers of up to 8 bits are exact in bf16 and f16.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fewbit.kernels.activation.producer import Producer
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.programs.device import INTERPRETED, chains
+from fewbit.kernels.programs.rounding import (
+    codes_of,
+    e2m1_bits,
+    float_scale,
+    group_scales,
+    in_upper_half,
+    in_words,
+    largest_magnitude,
+    nearest,
+    range_with_zero,
+    reciprocals,
+)
 from fewbit.spec.element import F32
 
-GROUPED_BLOCK = 1024
 _CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 
@@ -33,7 +45,7 @@ def quantized(
     away and scales of groups other than f32 multiplied in, which is exact in bf16.
 
     Args:
-        x: [M, K], each row contiguous, not empty.
+        x: [M, K], bf16 or f16, each row contiguous, not empty.
         rounding: see `Rounding`.
         static: `input_scale` float32 [], `input_zero_point` float32 [], `input_global_scale` float64 [], as the key
             has them.
@@ -52,103 +64,60 @@ def quantized(
     zero = None if rounding.symmetric else static.get("input_zero_point")
     if zero is None and not rounding.symmetric:
         zero = torch.empty_like(scales)
-    whole_rows = not grouped or (producer is not None and producer.kind == "normed")
-    block = max(rounding.group, triton.next_power_of_2(width)) if whole_rows else GROUPED_BLOCK
+    shape = shape_of(rounding, tokens, width, producer.kind if producer else "plain")
     chained = chains(x.device)
     constants = {"launch_pdl": True} if chained else {}
     other = x if producer is None else producer.other
     kind, epsilon = (producer.kind, producer.epsilon) if producer else ("plain", 0.0)
-    round_rows[(tokens, triton.cdiv(width, block))](
+    round_rows[(triton.cdiv(tokens, shape.rows), triton.cdiv(width, shape.block))](
         x, other, x.stride(0), other.stride(0) if other.dim() > 1 else 0, epsilon,
         codes, scales, scales if zero is None else zero, static.get("input_global_scale", scales),
         tokens, columns, width, rounding.divisor, rounding.low, rounding.high, F32.smallest_positive,
         PRODUCER=kind, KIND=rounding.kind, GROUP=rounding.group, SCALE_KIND=rounding.scale_kind,
         EXPONENT=rounding.largest_exponent, CARRY=rounding.carry,
-        DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset, BLOCK=block,
-        CHAINED=chained, FUSED=not INTERPRETED, num_warps=min(16, max(1, block // 512)), **constants,
+        DYNAMIC=rounding.dynamic, ZEROS=zero is not None, AS_NUMBERS=as_numbers, OFFSET=rounding.offset,
+        BOUND=_bound(rounding), PADDED=width > columns, ROWS=shape.rows, BLOCK=shape.block, PIECES=shape.pieces,
+        CHAINED=chained,
+        FUSED=not INTERPRETED, num_warps=shape.warps, **constants,
     )  # fmt: skip
     return codes, scales, zero
 
 
-@triton.jit
-def quotients(numbers, scale, FUSED: tl.constexpr):
-    """numbers [R, C] / scale [R], correctly rounded.
+@dataclass(frozen=True)
+class Shape:
+    """What one program rounds: a block of numbers of each of some rows.
 
-    With fused multiply-adds by Markstein's steps: from a correctly rounded reciprocal, two corrections by the exact
-    remainder give the correctly rounded quotient in half the instructions of a division. Where the scale is so small
-    that a remainder would underflow, both sides are first multiplied by a power of two.
+    Attributes:
+        pieces: into how many pieces the numbers under a scale are cut, all of which one thread holds.
     """
-    if FUSED:
-        raised = tl.where(scale < 1e-25, 1.0633823966279327e37, 1.0)  # 2**123
-        divisor = scale * raised
-        reciprocal = tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)[:, None] + tl.zeros_like(numbers)
-        negative = tl.zeros_like(numbers) - divisor[:, None]
-        dividend = numbers * raised[:, None]
-        quotient = dividend * reciprocal
-        quotient = tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
-        return tl.fma(tl.fma(negative, quotient, dividend), reciprocal, quotient)
-    else:
-        return tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers))
+
+    rows: int
+    block: int
+    pieces: int
+    warps: int
 
 
-@triton.jit
-def nearest(numbers, KIND: tl.constexpr):
-    """Clamped numbers rounded to the element's, ties to even; zeros keep their sign."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    if KIND == "integer":
-        large = 12582912.0 + tl.zeros_like(numbers)  # 1.5 * 2**23
-    else:
-        binade = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        if KIND == "e4m3":
-            large = tl.maximum(binade, 0.015625) * 1572864.0  # its smallest binade, 1.5 * 2**20
-        else:
-            large = tl.maximum(binade, 1.0) * 6291456.0  # its smallest binade, 1.5 * 2**22
-    rounded = (numbers + large) - large
-    if KIND == "integer":
-        return rounded
-    else:
-        return (rounded.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+def shape_of(rounding: Rounding, tokens: int, width: int, producer: str) -> Shape:
+    """The shape of programs for rows of so many numbers: whole ones where a scale or a norm needs them.
+
+    Measured on an H200, see `benchmarks/roundings.py`. That of a norm, whose sum depends on it, is the same for any
+    number of tokens.
+    """
+    if (not rounding.group and rounding.dynamic) or producer == "normed":
+        block = max(rounding.group, triton.next_power_of_2(width))
+        most, each = (16, 512) if producer == "gated" else (8, 1024)
+        return Shape(1, block, 1, min(most, max(1, block // each)))
+    rows = 8 if tokens >= 8 else 1
+    if rounding.kind == "e2m1":
+        return Shape(rows, 256, 2, 4 if rows > 1 else 1)
+    block = 256 if producer == "gated" else 512
+    return Shape(rows, block, 1, 4 if rows > 1 else 1)
 
 
-@triton.jit
-def e2m1_pairs(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Bytes [ROWS, SIZE / 2] of E2M1 numbers [ROWS, SIZE]."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    # From one on, exponent and first bit of the mantissa, counted from one; below, halves.
-    magnitude = tl.where(
-        (bits & 0x7FFFFFFF) >= 0x3F800000, ((bits >> 22) & 511) - 252, (tl.abs(numbers) * 2).to(tl.int32)
-    )
-    first, second = tl.split(tl.reshape(((bits >> 28) & 8) | magnitude, (ROWS, SIZE // 2, 2)))
-    return (first | (second << 4)).to(tl.uint8)
-
-
-@triton.jit
-def float_scale(extreme, divisor, smallest):
-    """The scale that brings the extreme to the divisor; one for zero."""
-    scale = tl.maximum(tl.div_rn(extreme, divisor + tl.zeros_like(extreme)), tl.cast(smallest, tl.float32))
-    return tl.where(extreme > 0, scale, 1.0)
-
-
-@triton.jit
-def group_scales(
-    extreme, divisor, smallest, tensor_scale, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr
-):
-    """Scales of groups as their element holds them, and times the scale of the tensor."""
-    if SCALE_KIND == "f32":
-        scale = float_scale(extreme, divisor, smallest)
-        return scale, scale
-    elif SCALE_KIND == "e8m0":
-        exponent = ((extreme.to(tl.int32, bitcast=True) + CARRY) >> 23) - EXPONENT
-        exponent = tl.where(extreme > 0, tl.minimum(tl.maximum(exponent, 0), 254), 127)
-        # 2**(exponent - 127); the one below the smallest normal number is made as a subnormal.
-        scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-        return scale, scale
-    else:
-        factor = tl.load(tensor_scale)
-        quotient = tl.div_rn(extreme, divisor + tl.zeros_like(extreme)) * (1.0 / factor).to(tl.float32)
-        bounded = tl.minimum(tl.maximum(quotient, 0.001953125), 448.0)
-        scale = nearest(tl.where(quotient > 0, bounded, 1.0), "e4m3")
-        return scale, (scale.to(tl.float64) * factor).to(tl.float32)
+def _bound(rounding: Rounding) -> float:
+    """What quotients are held within so that they are finite; 0 where the scale sees to it, or their rounding."""
+    sees_to_it = (rounding.dynamic and rounding.scale_kind == "f32") or rounding.scale_kind == "e8m0"
+    return 0.0 if sees_to_it or rounding.kind == "e2m1" else 4096.0
 
 
 @triton.jit
@@ -163,34 +132,53 @@ def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def produced(
-    numbers, other, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr
+    numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, UNITS: tl.constexpr,
+    PIECES: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """What a producer makes of part of a row [R, C], or of all of it for a norm, each step rounded to the dtype."""
+    """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
     if PRODUCER == "gated":
-        activated = numbers / (1.0 + tl.exp(-numbers))
+        numbers = numbers.to(tl.float32)
+        if FUSED:  # without what would treat quotients and powers too small for bf16
+            activated = libdevice.fast_dividef(numbers, 1.0 + libdevice.fast_expf(numbers * -1.0))
+        else:
+            activated = numbers / (1.0 + tl.exp(-numbers))
     else:
-        mean = tl.sum(tl.sum(numbers * numbers, axis=1), axis=0) / columns
-        activated = numbers * tl.rsqrt(mean + epsilon)
-    return rounded_to(rounded_to(activated, DTYPE, FUSED) * other, DTYPE, FUSED)
+        words = in_words(numbers, UNITS, PIECES, PART)
+        numbers = numbers.to(tl.float32)
+        mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=2), axis=1), axis=0) / columns
+        numbers = tl.join(in_upper_half(words << 16, DTYPE), in_upper_half(words, DTYPE))
+        activated = tl.reshape(numbers, (UNITS, PIECES, PART)) * tl.rsqrt(mean + epsilon)
+    return rounded_to(rounded_to(activated, DTYPE, FUSED) * factors.to(tl.float32), DTYPE, FUSED).to(DTYPE)
 
 
 @triton.jit
-def store_codes(
-    codes, rounded, row, place, width, KIND: tl.constexpr, AS_NUMBERS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def scales_of(
+    words, row, group, inside, scales, zeros, tensor_scale, tokens, width, divisor, low, high, smallest,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr, CARRY: tl.constexpr,
+    DYNAMIC: tl.constexpr, ZEROS: tl.constexpr, OFFSET: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Stores what numbers at `place` [BLOCK / SIZE, SIZE] of a row were rounded to, in the codes' dtype or in pairs."""
-    if KIND == "e2m1" and not AS_NUMBERS:
-        half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // SIZE)[:, None] * (SIZE // 2)
-        half += tl.arange(0, SIZE // 2)[None, :]
-        pairs = e2m1_pairs(rounded, BLOCK // SIZE, SIZE)
-        tl.store(codes + row * (width // 2) + half, pairs, mask=half < width // 2)
-    elif KIND == "integer" and not AS_NUMBERS:
-        # The integer is in the lowest bits of its sum with 1.5 * 2**23; a conversion takes eight times as long.
-        stored = (rounded + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        tl.store(codes + row * width + place, stored, mask=place < width)
+    """What units are divided by, the same without the scale of the tensor, and codes of zero; stores what is new."""
+    factor = tl.full((UNITS, 1, 1), 1.0, tl.float32)
+    shift = tl.zeros((UNITS, 1, 1), tl.float32)
+    if GROUP > 0:
+        extreme = largest_magnitude(words, DTYPE)
+        factor, scale = group_scales(extreme, divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY)
+        held = inside & (group < tl.cdiv(width, GROUP))
+        tl.store(scales + group.to(tl.int64) * tokens + row, factor, mask=held)
+    elif ZEROS and DYNAMIC:
+        least, most = range_with_zero(words, DTYPE)
+        scale = float_scale(most - least, divisor, smallest)
+        shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
+        tl.store(scales + row, scale, mask=inside)
+        tl.store(zeros + row, shift - OFFSET, mask=inside)
+    elif DYNAMIC:
+        scale = float_scale(largest_magnitude(words, DTYPE), divisor, smallest)
+        tl.store(scales + row, scale, mask=inside)
     else:
-        tl.store(codes + row * width + place, rounded.to(codes.dtype.element_ty), mask=place < width)
+        scale = tl.load(scales) + tl.zeros_like(factor)
+        if ZEROS:
+            shift += tl.load(zeros) + OFFSET
+    return scale, factor, shift
 
 
 @triton.jit
@@ -198,52 +186,53 @@ def round_rows(
     x, other, x_stride, other_stride, epsilon,
     codes, scales, zeros, tensor_scale, tokens, columns, width, divisor, low, high, smallest,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_KIND: tl.constexpr, EXPONENT: tl.constexpr,
-    CARRY: tl.constexpr, DYNAMIC: tl.constexpr,
-    ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-    FUSED: tl.constexpr,
+    CARRY: tl.constexpr, DYNAMIC: tl.constexpr, ZEROS: tl.constexpr, AS_NUMBERS: tl.constexpr, OFFSET: tl.constexpr,
+    BOUND: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    CHAINED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK` numbers of one row."""
+    """`BLOCK` numbers of each of `ROWS` rows, as units under one scale in pieces: [UNITS, PIECES, PART].
+
+    Units of the same group of several rows are side by side, as their scales are stored.
+    """
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = x.dtype.element_ty
     SIZE: tl.constexpr = GROUP if GROUP > 0 else BLOCK
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    numbers = tl.load(x + row * x_stride + place, mask=place < columns, other=0.0).to(tl.float32)
+    PART: tl.constexpr = SIZE // PIECES
+    UNITS: tl.constexpr = ROWS * BLOCK // SIZE
+    unit = tl.arange(0, UNITS)[:, None, None]
+    row = tl.program_id(0) * ROWS + unit % ROWS
+    group = tl.program_id(1) * (BLOCK // SIZE) + unit // ROWS
+    start = row.to(tl.int64)
+    begin = group * SIZE + tl.arange(0, PIECES)[None, :, None] * PART
+    place = begin + tl.arange(0, PART)[None, None, :]
+    inside = row < tokens
+    read = inside & (place < columns)
+    numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0)
     if PRODUCER != "plain":
-        factors = tl.load(other + row * other_stride + place, mask=place < columns, other=0.0).to(tl.float32)
-        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, x.dtype.element_ty, FUSED)
-    factor = tl.full((BLOCK // SIZE,), 1.0, tl.float32)
-    shift = tl.zeros((BLOCK // SIZE,), tl.float32)
-    if GROUP > 0:
-        groups = tl.program_id(1) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
-        factor, scale = group_scales(
-            tl.max(tl.abs(numbers), axis=1), divisor, smallest, tensor_scale, SCALE_KIND, EXPONENT, CARRY
-        )
-        tl.store(scales + groups.to(tl.int64) * tokens + row, factor, mask=groups < tl.cdiv(width, GROUP))
-    elif ZEROS and DYNAMIC:
-        least = tl.minimum(tl.min(numbers, axis=1), 0.0)
-        scale = float_scale(tl.maximum(tl.max(numbers, axis=1), 0.0) - least, divisor, smallest)
-        shift = nearest(tl.minimum(tl.maximum(low - tl.div_rn(least, scale), low), high), "integer")
-        tl.store(scales + row + tl.zeros_like(scale).to(tl.int32), scale)
-        tl.store(zeros + row + tl.zeros_like(scale).to(tl.int32), shift - OFFSET)
-    elif DYNAMIC:
-        scale = float_scale(tl.max(tl.abs(numbers), axis=1), divisor, smallest)
-        tl.store(scales + row + tl.zeros_like(scale).to(tl.int32), scale)
+        factors = tl.load(other + start * other_stride + place, mask=read, other=0.0)
+        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, UNITS, PIECES, PART, FUSED)
+    words = in_words(numbers, UNITS, PIECES, PART)
+    scale, factor, shift = scales_of(
+        words, row, group, inside, scales, zeros, tensor_scale, tokens, width, divisor, low, high, smallest, DTYPE,
+        GROUP, SCALE_KIND, EXPONENT, CARRY, DYNAMIC, ZEROS, OFFSET, UNITS,
+    )  # fmt: skip
+    raised, by, reciprocal = reciprocals(scale, SCALE_KIND, FUSED)
+    first = codes_of(
+        in_upper_half(words << 16, DTYPE), raised, by, reciprocal, shift, factor, low, high, KIND, SCALE_KIND,
+        ZEROS, AS_NUMBERS, OFFSET, BOUND, FUSED,
+    )  # fmt: skip
+    second = codes_of(
+        in_upper_half(words, DTYPE), raised, by, reciprocal, shift, factor, low, high, KIND, SCALE_KIND,
+        ZEROS, AS_NUMBERS, OFFSET, BOUND, FUSED,
+    )  # fmt: skip
+    if KIND == "e2m1" and not AS_NUMBERS:
+        half = begin // 2 + tl.arange(0, PART // 2)[None, None, :]
+        pairs = (e2m1_bits(first) | (e2m1_bits(second) << 4)).to(tl.uint8)
+        tl.store(codes + start * (width // 2) + half, pairs, mask=inside & (half < width // 2))
     else:
-        scale = tl.load(scales) + tl.zeros_like(factor)
-        if ZEROS:
-            shift += tl.load(zeros) + OFFSET
-    quotient = quotients(numbers, scale, FUSED)
-    if ZEROS:
-        quotient += shift[:, None]
-    rounded = tl.minimum(tl.maximum(quotient, low), high)
-    if AS_NUMBERS or not (FUSED and KIND == "e4m3"):  # else the cast rounds, to the same
-        rounded = nearest(rounded, KIND)
-    if AS_NUMBERS:
-        rounded -= shift[:, None]
-        if SCALE_KIND != "f32":
-            rounded *= factor[:, None]
-    else:
-        rounded = tl.where(place < columns, rounded - OFFSET, 0.0)
-    store_codes(codes, rounded, row, place, width, KIND, AS_NUMBERS, SIZE, BLOCK)
+        rounded = tl.reshape(tl.join(first, second), (UNITS, PIECES, PART))
+        if KIND == "integer" and ZEROS and PADDED and not AS_NUMBERS:
+            rounded = tl.where(place < columns, rounded, 0)
+        tl.store(codes + start * width + place, rounded.to(codes.dtype.element_ty), mask=inside & (place < width))
