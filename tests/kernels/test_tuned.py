@@ -71,6 +71,10 @@ def test_kernels_compiled_by_nvrtc_are_chosen_for_batches_where_they_can_be_comp
     for key, compiled, without in (
         ("W4A16", "cuda_wgmma", "triton_tiles"),
         ("W4AF8 g128", "cuda_wgmma_fp8", "triton_fp8"),
+        ("NVFP4A16", "cuda_wgmma", "triton_tiles"),
+        ("MXFP4A16", "cuda_wgmma", "triton_tiles"),
+        ("W8A16", "cuda_wgmma", "triton_tiles"),
+        ("MXFP4 AF8", "cuda_wgmma_fp8", "triton_fp8"),
     ):
         request = LinearRequest(KEYS[key], 28672, 4096)
         assert choose_kernel(request, H200.with_software("cuda-core"), many).kernel.name == compiled
@@ -201,6 +205,18 @@ def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
     with cut_for.by(lambda *_: only):
         assert cut_for(layout, 1, "NVIDIA H200") == only
     assert cut_for(layout, 1, "NVIDIA H200") != only
+
+
+def test_cuts_of_integers_serve_every_group_and_those_of_e2m1_their_own() -> None:
+    def cut(group: int, element: str, dtype: str = "bf16") -> Cut:
+        layout = FragmentLayout(28672, 4096, group, dtype, 0, False, dtype, element, element == "e2m1")
+        return cut_for(layout, 64, "NVIDIA H200")
+
+    measured = {entry["layout"].get("element", "integers") for entry in tables_of("NVIDIA H200")[-1].cuts}
+    assert {"integers", "e2m1", "int8"} <= measured
+    assert cut(32, "integers").tokens == cut(128, "integers").tokens
+    assert cut(16, "e2m1", "f16") == cut(16, "e2m1")
+    assert cut(16, "e2m1") != cut_by_rule(FragmentLayout(64, 64, 16, "bf16", 0, False, "bf16", "e2m1", True), 64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="On a GPU this would compile a hundred plans.")
