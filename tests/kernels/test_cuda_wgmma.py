@@ -28,6 +28,8 @@ from fewbit.kernels.linear.fragment_layout import (
     fragment_layout_of,
 )
 from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors, group_scales
+from fewbit.kernels.linear.product_layout import product_layout_of, product_numbers, product_tensors
+from fewbit.kernels.linear.recoded_scales import can_fold
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
@@ -260,6 +262,26 @@ def test_scales_too_far_apart_stay_outside() -> None:
         prepared = FP8.prepare(far, request)
         assert FragmentLayout.parse(prepared.constants["layout"]).folds is folds
         assert_close(FP8.run(x, prepared, None), expected(x, far, request.key, None, FP8), "bf16")
+
+
+def test_a_group_of_zeros_may_have_any_scale() -> None:
+    """Its scale is no reason to leave the others outside, and does not reach into theirs."""
+    record = layer(KEYS["MXFP4 AF8"], 8, 128)
+    scales = torch.full((8, 4), 120, dtype=torch.uint8)
+    scales[:, 1], scales[2, 3] = 1, 254
+    codes = record["codes"].clone().view(torch.uint8)
+    codes[:, 32:64], codes[2, 96:] = 0, 8
+    record = record.with_tensors(codes=codes.view(record["codes"].dtype), scale=scales.view(record["scale"].dtype))
+    request = LinearRequest.of(record, KEYS["MXFP4 AF8"])
+    fragment_layout, product_layout = fragment_layout_of(request, "e4m3"), product_layout_of(request, "e4m3")
+    assert fragment_layout is not None
+    assert product_layout is not None
+    assert can_fold(record)
+    tensors = fragment_tensors(record, fragment_layout)
+    assert torch.equal(fragment_numbers(tensors["weight"], fragment_layout, tensors["row_scale"]), dequantize(record))
+    assert torch.equal(
+        product_numbers(product_tensors(record, product_layout, False), product_layout), dequantize(record)
+    )
 
 
 def test_a_code_out_of_range_is_not_packed() -> None:

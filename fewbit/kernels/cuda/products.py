@@ -18,8 +18,6 @@ from fewbit.spec.element import E4M3
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
 """Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
-FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 16
-OTHER_REGISTERS = 48  # than sums and what is in flight
 SWIZZLED = 128  # bytes of a row of a box
 DECODE_THREADS = 256
 
@@ -162,19 +160,8 @@ def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
     macros |= {
         "TOKENS": cut.tokens, "WARPGROUPS": cut.warpgroups, "TILES": cut.tiles, "STAGES": cut.stages,
         "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
-        "IN_FLIGHT": _in_flight(decoding, cut, registers),
     }  # fmt: skip
     return macros if decoding.sums_groups else macros | {"STEP": cut.step, "AHEAD": int(cut.ahead)}
-
-
-def _in_flight(decoding: Decoding, cut: Cut, registers: int) -> int:
-    """Loads of 16 bytes that a thread starts together where it adds what other blocks found, a power of two."""
-    if (
-        decoding.element == INTEGERS or cut.residents > 1
-    ):  # the table of integers was measured so; two blocks have no room
-        return FEWEST_IN_FLIGHT
-    fitting = (registers - cut.tiles * cut.tokens // 2 - OTHER_REGISTERS) // 4
-    return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, 1 << fitting.bit_length() - 1))
 
 
 @cache

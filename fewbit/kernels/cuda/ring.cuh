@@ -7,8 +7,7 @@
 //
 // Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), RESIDENTS (blocks that a
 // multiprocessor has room for, so that the next kernel's wait there), REGISTERS and PRODUCER_REGISTERS
-// of a thread where there is room for one block, IN_FLIGHT (loads of sums that other blocks left), and what `fragments.cuh`
-// needs.
+// of a thread where there is room for one block, and what `fragments.cuh` needs.
 
 constexpr int UNITS = WARPGROUPS * TILES;
 constexpr int X_BYTES = TOKENS * DEPTH * OPERAND_BYTES;
@@ -133,7 +132,7 @@ struct Chunks {
 // Adds what `count` blocks left, in their order, `block` first, without `itself`.
 __device__ __forceinline__ void add_left(const Problem& p, float (&sums)[TILES][SUMS], int thread, int block, int count,
                                          int itself, Chunks mine) {
-    constexpr int LOADS = CHUNKS < IN_FLIGHT ? CHUNKS : IN_FLIGHT;
+    constexpr int LOADS = CHUNKS < 4 ? CHUNKS : 4;  // in flight
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
         if (i == itself) continue;
