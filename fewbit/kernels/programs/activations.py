@@ -131,23 +131,17 @@ def rounded_to(numbers, DTYPE: tl.constexpr, FUSED: tl.constexpr):
 
 
 @triton.jit
-def produced(
-    numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, UNITS: tl.constexpr,
-    PIECES: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
+def produced(numbers, factors, columns, epsilon, PRODUCER: tl.constexpr, DTYPE: tl.constexpr, FUSED: tl.constexpr):
     """What a producer makes of parts of rows, or of all of one row for a norm, each step rounded to the dtype."""
+    numbers = numbers.to(tl.float32)
     if PRODUCER == "gated":
-        numbers = numbers.to(tl.float32)
         if FUSED:  # without what would treat quotients and powers too small for bf16
             activated = libdevice.fast_dividef(numbers, 1.0 + libdevice.fast_expf(numbers * -1.0))
         else:
             activated = numbers / (1.0 + tl.exp(-numbers))
     else:
-        words = in_words(numbers, UNITS, PIECES, PART)
-        numbers = numbers.to(tl.float32)
         mean = tl.sum(tl.sum(tl.sum(numbers * numbers, axis=2), axis=1), axis=0) / columns
-        numbers = tl.join(in_upper_half(words << 16, DTYPE), in_upper_half(words, DTYPE))
-        activated = tl.reshape(numbers, (UNITS, PIECES, PART)) * tl.rsqrt(mean + epsilon)
+        activated = numbers * tl.rsqrt(mean + epsilon)
     return rounded_to(rounded_to(activated, DTYPE, FUSED) * factors.to(tl.float32), DTYPE, FUSED).to(DTYPE)
 
 
@@ -212,7 +206,7 @@ def round_rows(
     numbers = tl.load(x + start * x_stride + place, mask=read, other=0.0)
     if PRODUCER != "plain":
         factors = tl.load(other + start * other_stride + place, mask=read, other=0.0)
-        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, UNITS, PIECES, PART, FUSED)
+        numbers = produced(numbers, factors, columns, epsilon, PRODUCER, DTYPE, FUSED)
     words = in_words(numbers, UNITS, PIECES, PART)
     scale, factor, shift = scales_of(
         words, row, group, inside, scales, zeros, tensor_scale, tokens, width, divisor, low, high, smallest, DTYPE,

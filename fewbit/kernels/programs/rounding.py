@@ -51,11 +51,11 @@ def range_with_zero(words, DTYPE: tl.constexpr):
     As integers, numbers from zero on are in their own order and above negative ones; without a sign, negative ones are
     above them, those of larger magnitude higher.
     """
-    upper, lower = words >> 16, words.to(tl.int16).to(tl.int32)
-    most = tl.maximum(greatest(tl.maximum(upper, lower)), 0)
-    unsigned = tl.maximum(upper.to(tl.uint32, bitcast=True), lower.to(tl.uint32, bitcast=True))
+    lower = words << 16
+    most = tl.maximum(greatest(tl.maximum(words, lower)), 0)
+    unsigned = tl.maximum(words.to(tl.uint32, bitcast=True), lower.to(tl.uint32, bitcast=True))
     least = tl.minimum(greatest(unsigned).to(tl.int32, bitcast=True), 0)
-    return in_upper_half(least << 16, DTYPE), in_upper_half(most << 16, DTYPE)
+    return in_upper_half(least, DTYPE), in_upper_half(most, DTYPE)
 
 
 @triton.jit
