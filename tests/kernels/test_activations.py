@@ -93,6 +93,19 @@ def test_a_row_alone_is_rounded_as_among_others(text: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("text", ["e4m3:token:f32:dynamic", "int8:asym:token:f32:dynamic"])
+def test_codes_may_have_more_rows_than_the_input(text: str) -> None:
+    from fewbit.kernels.programs.activations import quantized
+
+    x = inputs(160)
+    codes, scales, _ = quantized(x, Rounding.of(text), {}, 160, False, rows=16)
+    wanted, expected, _ = quantized(x, Rounding.of(text), {}, 160, False)
+    assert codes.shape == (16, 160)
+    assert torch.equal(codes[:7].view(torch.int8), wanted.view(torch.int8))
+    assert torch.equal(scales, expected)
+
+
+@needs_triton
 def test_what_lies_beyond_the_input_is_zero() -> None:
     for text in ("e4m3:token:f32:dynamic", "int8:asym:token:f32:dynamic", "e4m3:group64:f32:dynamic"):
         codes, _ = rounded(text, inputs(40), 64, as_numbers=False)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import asdict, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 import pytest
 import torch
@@ -32,6 +29,7 @@ from fewbit.kernels.linear.product_layout import product_layout_of, product_numb
 from fewbit.kernels.linear.recoded_scales import can_fold
 from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
+from tests.kernels.cuda_sources import asked, fields_of_problem
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
 
 KERNEL, FP8 = CudaWgmma(), CudaWgmmaFp8()
@@ -327,26 +325,13 @@ def test_cuts_fit_the_multiprocessor(rows: int, columns: int, decoding: Decoding
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    folder = files("fewbit.kernels.cuda")
     for decoding in DECODINGS:
-        given = set(macros_of(decoding))
-        assert _asked(folder, [*decoding_files(decoding), "decode.cu"]) <= given
-        cut = set(macros_of(decoding, Cut(64)))
-        assert _asked(folder, product_files(decoding)) == cut
-
-
-def _asked(folder: Traversable, names: list[str]) -> set[str]:
-    text = "".join((folder / name).read_text() for name in names)
-    code = re.sub(r'//.*|"[^"]*"', "", text)
-    defined = set(re.findall(r"(?:constexpr (?:int|u32|bool|float)|#define|template <int) ([A-Z_0-9]+)", code))
-    return set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", code)) - defined
+        assert asked([*decoding_files(decoding), "decode.cu"]) <= set(macros_of(decoding))
+        assert asked(product_files(decoding)) == set(macros_of(decoding, Cut(64)))
 
 
 def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
-    text = (files("fewbit.kernels.cuda") / "ring.cuh").read_text()
-    body = re.sub(r"//.*", "", text[text.index("struct Problem {") :].split("{", 1)[1].split("}")[0])
-    names = [name for line in body.split(";") for name in re.findall(r"(\w+)(?=,|$)", line.strip())]
-    assert names == [name for name, _ in Problem._fields_]
+    assert fields_of_problem("fragment_problem.cuh") == [name for name, _ in Problem._fields_]
     assert ctypes.sizeof(Problem) == 7 * 8 + 10 * 4
 
 

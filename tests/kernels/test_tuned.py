@@ -75,6 +75,8 @@ def test_kernels_compiled_by_nvrtc_are_chosen_for_batches_where_they_can_be_comp
         ("MXFP4A16", "cuda_wgmma", "triton_tiles"),
         ("W8A16", "cuda_wgmma", "triton_tiles"),
         ("MXFP4 AF8", "cuda_wgmma_fp8", "triton_fp8"),
+        ("FP8_DYNAMIC", "cuda_fp8", "triton_fp8"),
+        ("W8A8", "cuda_int8", "triton_int8"),
     ):
         request = LinearRequest(KEYS[key], 28672, 4096)
         assert choose_kernel(request, H200.with_software("cuda-core"), many).kernel.name == compiled

@@ -20,7 +20,9 @@ from fewbit.errors import KernelError
 DYNAMIC_SHARED_MEMORY = 8  # the function attribute that allows a block more than 48 KB
 PROGRAMMATIC_SERIALIZATION = 6  # the launch attribute that lets a kernel begin before the one before it ended
 MAPS_KEPT = 4096
-_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9, torch.uint8: 0, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
+LINE = 128
+_BYTES = dict.fromkeys((torch.uint8, torch.int8, torch.float8_e4m3fn), 0)
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9, **_BYTES}  # CUtensorMapDataType
 _SWIZZLED_128, _PROMOTED_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 
 
@@ -97,19 +99,47 @@ def matrix_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
         KernelError: the driver refuses; the address and the bytes of a row must be multiples of 16.
     """
     rows, columns = matrix.shape
-    return _map(matrix.data_ptr(), rows, columns, matrix.dtype, box_rows, box_columns)
+    pitch = columns * matrix.element_size()
+    return _map(matrix.data_ptr(), matrix.dtype, (columns, rows), (pitch,), (box_columns, box_rows))
+
+
+def lines_map(matrix: Tensor, box_rows: int, box_lines: int) -> TensorMap:
+    """The same of a matrix of bytes whose rows are whole lines of 128: boxes [lines, rows, 128].
+
+    Raises:
+        KernelError: the driver refuses; the address must be a multiple of 16.
+    """
+    rows, columns = matrix.shape
+    return _map(
+        matrix.data_ptr(), matrix.dtype, (LINE, rows, columns // LINE), (columns, LINE), (LINE, box_rows, box_lines)
+    )
 
 
 @lru_cache(maxsize=MAPS_KEPT)
-def _map(pointer: int, rows: int, columns: int, dtype: torch.dtype, box_rows: int, box_columns: int) -> TensorMap:
+def _map(
+    pointer: int, dtype: torch.dtype, extents: tuple[int, ...], pitches: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """Of extents and a box in elements, the innermost axis first, and the bytes between neighbours of the others."""
     space = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
     found = TensorMap.from_buffer(space, -ctypes.addressof(space) % 64)
+    rank = len(extents)
     _call("cuTensorMapEncodeTiled")(
-        ctypes.byref(found), _ELEMENTS[dtype], 2, ctypes.c_void_p(pointer), (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * dtype.itemsize), (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED_128, _PROMOTED_256, 0,
+        ctypes.byref(found), _ELEMENTS[dtype], rank, ctypes.c_void_p(pointer), (ctypes.c_uint64 * rank)(*extents),
+        (ctypes.c_uint64 * (rank - 1))(*pitches), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        0, _SWIZZLED_128, _PROMOTED_256, 0,
     )  # fmt: skip
     return found
+
+
+def stream_of(tensor: Tensor) -> int:
+    """torch's handle of the current stream of a tensor's device."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """How many a device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

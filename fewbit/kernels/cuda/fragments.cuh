@@ -13,12 +13,6 @@ constexpr int PRODUCTS = DEPTH * OPERAND_BYTES / 32;
 constexpr int PRODUCT_WORDS = 4 * CODE_LOADS / PRODUCTS;  // of codes
 constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES * (1 + HAS_ZERO);
 
-#if HALF
-#define FLOAT "f16"
-#else
-#define FLOAT "bf16"
-#endif
-
 __device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
     u32 found;
     asm("sub.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
@@ -28,18 +22,6 @@ __device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     u32 found;
     asm("mul.rn." FLOAT "x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
-}
-
-__device__ __forceinline__ u32 round_pair(float low, float high) {
-    u32 found;
-    asm("cvt.rn." FLOAT "x2.f32 %0, %1, %2;" : "=r"(found) : "f"(high), "f"(low));
-    return found;
-}
-
-__device__ __forceinline__ float widen(u16 number) {
-    float found;
-    asm("{\n.reg .b16 a;\nmov.b16 a, %1;\ncvt.f32." FLOAT " %0, a;\n}" : "=f"(found) : "h"(number));
     return found;
 }
 

@@ -66,6 +66,12 @@ __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontr
 
 // The copy engine.
 
+__device__ __forceinline__ u64 policy_evict_normal() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 __device__ __forceinline__ u64 policy_evict_first() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -100,6 +106,24 @@ __device__ __forceinline__ void copy_box_to(u32 to, const TensorMap* map, int co
         : "memory");
 }
 
+// The same of `lines` of 128 bytes out of rows that are whole lines: every line's rows follow one another.
+__device__ __forceinline__ void copy_lines(u32 to, const TensorMap* map, int row, int line, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(0), "r"(row), "r"(line), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_lines_to(u32 to, const TensorMap* map, int row, int line, u32 barrier, u64 policy,
+                                              u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(to),
+        "l"(map), "r"(0), "r"(row), "r"(line), "r"(barrier), "h"(mask), "l"(policy)
+        : "memory");
+}
+
 // Products of warpgroups.
 
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -115,11 +139,36 @@ __device__ __forceinline__ u64 describe_rows(u32 address) {
     return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// The same eight rows instead of every eight.
+__device__ __forceinline__ u64 describe_eight_rows(u32 address) {
+    return (u64)1 << 62 | (u64)1 << 16 | (address & 0x3FFFF) >> 4;
+}
+
 // Four matrices of 8 by 8 numbers of 16 bits, a row at the address of each thread.
 __device__ __forceinline__ void load_matrices(u32 (&found)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(found[0]), "=r"(found[1]), "=r"(found[2]), "=r"(found[3])
                  : "r"(address));
+}
+
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+                 : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+    u32 found;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ u16 load_shared2(u32 address) {
+    u16 found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address));
+    return found;
 }
 
 // Global memory shared by blocks.
@@ -151,16 +200,30 @@ __device__ __forceinline__ void flag_leave(u32* flag, u32 count) {
     if (found == 2 * count - 1) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
-__device__ __forceinline__ void store_floats(float* to, const float* from) {
+__device__ __forceinline__ void store_four(float* to, const float* from) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]),
                  "f"(from[3])
                  : "memory");
 }
 
-__device__ __forceinline__ float4 load_floats(const float* from) {
+__device__ __forceinline__ void store_four(int* to, const int* from) {
+    asm volatile("st.global.cg.v4.s32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]),
+                 "r"(from[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ float4 load_four(const float* from) {
     float4 found;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
+                 : "l"(from));
+    return found;
+}
+
+__device__ __forceinline__ int4 load_four(const int* from) {
+    int4 found;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
                  : "l"(from));
     return found;
 }

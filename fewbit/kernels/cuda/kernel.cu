@@ -48,17 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, RESIDENTS)
         multiply_fragments(const __grid_constant__ TensorMap x_map, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory), full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full + 8 * stage, 1);
-            barrier_init(empty + 8 * stage, WARPGROUPS * 4 * CLUSTER);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    begin_ring(full, empty);
     let_next_launch();
     const int clusters = gridDim.x / CLUSTER, index = clusters - 1 - blockIdx.x / CLUSTER;
     const Range range(index, clusters, p.work);
@@ -66,7 +56,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, RESIDENTS)
 #if RESIDENTS == 1
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
 #endif
-        if (threadIdx.x == THREADS) produce(&x_map, p, range, stages, full, empty);
+        if (threadIdx.x == THREADS) {
+            prefetch_map(&x_map);
+            Fetch fetch = {&x_map, p, CLUSTER > 1 ? cluster_rank() : 0, policy_evict_first()};
+            produce(fetch, range, stages, full, empty);
+        }
     } else {
 #if RESIDENTS == 1
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
-from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map
+from fewbit.kernels.cuda.driver import Function, addresses, load, matrix_map, multiprocessors, stream_of
+from fewbit.kernels.cuda.sources import product_instruction, text
 from fewbit.kernels.linear.fragment_cuts import Cut
 from fewbit.kernels.linear.fragment_layout import DEPTH, DTYPES, INTEGERS, Decoding, FragmentLayout
-from fewbit.spec.element import E4M3
 
 ARCHITECTURE = "sm_90a"
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 24)}
 """Warpgroups that multiply -> registers of their threads, and of the threads of the warpgroup that feeds them."""
+BLOCKS = ("range.cuh", "fragment_problem.cuh", "ring.cuh", "sums.cuh", "fragment_blocks.cuh")
+PREPARATIONS = 4 + len(BLOCKS)  # sources before the loops
 SWIZZLED = 128  # bytes of a row of a box
 DECODE_THREADS = 256
 
 
 class Problem(ctypes.Structure):
-    """The struct of the same name in `ring.cuh`."""
+    """The struct of the same name in `fragment_problem.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "out", "bias", "token_scale", "partial", "flags")),
@@ -55,7 +56,7 @@ def multiply(
     out = x.new_empty(tokens, stride, dtype=DTYPES[layout.dtype])
     token_tiles = -(-tokens // cut.tokens)
     work = token_tiles * -(-layout.units // (cut.units * cut.cluster)) * layout.depths
-    clusters = min(work, _multiprocessors(x.device.index) * cut.blocks // cut.cluster)
+    clusters = min(work, multiprocessors(x.device.index) * cut.blocks // cut.cluster)
     if cut.even:
         clusters = -(-work // -(-work // clusters))
     blocks, (each, rest) = clusters * cut.cluster, divmod(work, clusters)
@@ -68,7 +69,7 @@ def multiply(
     )  # fmt: skip
     described = matrix_map(x, cut.tokens // cut.cluster, SWIZZLED // x.element_size())
     function = _product(layout.decoding, cut, cut.shared_bytes(layout), x.device.index)
-    function.launch(blocks, addresses(described, problem), _stream(x))
+    function.launch(blocks, addresses(described, problem), stream_of(x))
     return out if stride == layout.rows else out[:, : layout.rows].contiguous()
 
 
@@ -84,21 +85,12 @@ def decode(weight: Tensor, layout: FragmentLayout, row_scale: Tensor | None = No
     pointers = [ctypes.c_void_p(_pointer(tensor)) for tensor in (weight, out, row_scale)]
     extents = [ctypes.c_int(extent) for extent in (layout.rows, layout.columns, layout.depths)]
     parameters = addresses(*pointers[:2], *extents, pointers[2])  # lists keep alive what they point to
-    function.launch(layout.units * layout.depths, parameters, _stream(weight))
+    function.launch(layout.units * layout.depths, parameters, stream_of(weight))
     return out
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _stream(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -119,8 +111,8 @@ def product_code(decoding: Decoding, cut: Cut) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    texts = [_text(name) for name in product_files(decoding)]
-    texts.insert(texts.index(_text("ring.cuh")) + 1, product_instruction(cut.tokens, decoding.operand))
+    texts = [text(name) for name in product_files(decoding)]
+    texts.insert(PREPARATIONS, product_instruction(cut.tokens, decoding.operand, in_registers=True))
     return compiled("".join(texts), macros_of(decoding, cut), ARCHITECTURE)
 
 
@@ -130,21 +122,21 @@ def decoder_code(decoding: Decoding) -> bytes:
     Raises:
         KernelError: there is no compiler.
     """
-    texts = [_text(name) for name in (*decoding_files(decoding), "decode.cu")]
+    texts = [text(name) for name in (*decoding_files(decoding), "decode.cu")]
     return compiled("".join(texts), macros_of(decoding), ARCHITECTURE)
 
 
 def decoding_files(decoding: Decoding) -> list[str]:
     """Sources that tell how units of a weight are stored and decoded."""
     decoder = f"{decoding.element}_fp8.cuh" if decoding.is_fp8 else f"{decoding.element}.cuh"
-    return ["hopper.cuh", "fragments.cuh", decoder]
+    return ["hopper.cuh", "floats.cuh", "fragments.cuh", decoder]
 
 
 def product_files(decoding: Decoding) -> list[str]:
-    """Sources of a product, but for the instruction that multiplies, which follows the ring."""
+    """Sources of a product, but for the instruction that multiplies, which follows the first PREPARATIONS."""
     sums = "group_sums.cuh" if decoding.sums_groups else "whole_sums.cuh"
     few = [] if decoding.is_fp8 else ["few_integers.cuh" if decoding.element == INTEGERS else "few_weights.cuh"]
-    return [*decoding_files(decoding), "ring.cuh", sums, *few, "kernel.cu"]
+    return [*decoding_files(decoding), *BLOCKS, sums, *few, "kernel.cu"]
 
 
 def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
@@ -162,26 +154,3 @@ def macros_of(decoding: Decoding, cut: Cut | None = None) -> dict[str, int]:
         "CLUSTER": cut.cluster, "RESIDENTS": cut.residents, "REGISTERS": registers, "PRODUCER_REGISTERS": of_producer,
     }  # fmt: skip
     return macros if decoding.sums_groups else macros | {"STEP": cut.step, "AHEAD": int(cut.ahead)}
-
-
-@cache
-def _text(name: str) -> str:
-    return (files("fewbit.kernels.cuda") / name).read_text(encoding="utf-8")
-
-
-def product_instruction(tokens: int, operand: str) -> str:
-    """C++ for sums [64, tokens] += fragment [64, 32 bytes] @ x [tokens, 32 bytes]^T, whose operands are many."""
-    sums = tokens // 2
-    targets = ", ".join(f"%{i}" for i in range(sums))
-    sources = f"{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}"
-    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    depth, last = (32, "") if operand == E4M3.name else (16, ", 0")  # 16-bit operands may be transposed
-    name = f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{operand}.{operand}"
-    return f"""
-__device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&a)[4], u64 x, bool adds) {{
-    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{sums + 5}, 0;\\n"
-                 "{name} {{{targets}}}, {sources}, adds, 1, 1{last};\\n}}"
-                 : {outputs}
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"((u32)adds));
-}}
-"""

@@ -23,7 +23,7 @@ from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refu
 from fewbit.kernels.linear.fragment_cuts import cut_for
 from fewbit.kernels.linear.fragment_layout import DTYPES, GROUPS, FragmentLayout, fragment_layout_of
 from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors
-from fewbit.kernels.linear.obstacles import record_obstacles, require_roles
+from fewbit.kernels.linear.obstacles import nvrtc_obstacles, record_obstacles, require_roles
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor
@@ -31,8 +31,6 @@ from fewbit.packing.registry import unpack_record
 from fewbit.spec.element import E4M3
 from fewbit.spec.hardware import Hardware
 
-PACKAGE = "cuda-core"
-CAPABILITY = 90
 QUANTUM = 8  # the copy engine takes rows of 16 bytes and multiples
 FLAGS = 512
 """Blocks of a launch, no more than two for each multiprocessor; each has a flag, which is zero between calls."""
@@ -96,12 +94,7 @@ def fragment_obstacles(request: LinearRequest, hardware: Hardware, operand: str 
         operand: see `fragment_layout_of`.
         quantum: input features of 16 bytes.
     """
-    if hardware.platform != "cuda":
-        yield f"runs on CUDA, found {hardware.platform}"
-    if hardware.capability != CAPABILITY:
-        yield f"wgmma needs compute capability 9.0 and no other, {hardware.name} has {hardware.capability / 10}"
-    if PACKAGE not in hardware.software:
-        yield f"{PACKAGE} and an NVRTC that it finds are not installed"
+    yield from nvrtc_obstacles(hardware)
     if request.dtype not in DTYPES:
         yield f"bf16 or f16 activations are needed, found {request.dtype}"
     yield from record_obstacles(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
+from fewbit.kernels.cuda.compiler import PACKAGE
 from fewbit.kernels.interface import EXTRAS, LinearRequest, extras_of
 from fewbit.numerics import QuantizedTensor
 from fewbit.spec.hardware import CPU_EXTENSION, Hardware
@@ -41,6 +42,19 @@ def capability_obstacles(hardware: Hardware, needed: int, what: str) -> Iterator
     """A compute capability below the one, in tenths, that `what` needs."""
     if hardware.capability < needed:
         yield f"{what} needs compute capability {needed / 10}, {hardware.name} has {hardware.capability / 10}"
+
+
+WGMMA_CAPABILITY = 90
+
+
+def nvrtc_obstacles(hardware: Hardware) -> Iterator[str]:
+    """What kernels in CUDA C++ for Hopper's tensor cores need."""
+    if hardware.platform != "cuda":
+        yield f"runs on CUDA, found {hardware.platform}"
+    if hardware.capability != WGMMA_CAPABILITY:
+        yield f"wgmma needs compute capability 9.0 and no other, {hardware.name} has {hardware.capability / 10}"
+    if PACKAGE not in hardware.software:
+        yield f"{PACKAGE} and an NVRTC that it finds are not installed"
 
 
 def cublas_obstacles(request: LinearRequest) -> Iterator[str]:

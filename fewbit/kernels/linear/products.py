@@ -1,7 +1,7 @@
 """The operation of products on 8-bit tensor cores: activations to codes, codes times codes, scales last.
 
 One prepared layout serves every M (`product_layout`); how a product of so many rows is cut, or whether the vendor's
-library multiplies instead, `tile_plans` says.
+library multiplies instead, `tile_plans` says, and `code_cuts` where the product may run in CUDA C++.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from fewbit.kernels.activation.producer import Producer, producer_of, rows_of
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.linear.code_cuts import CodeCut, code_cut_for
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, triton_obstacles
 from fewbit.kernels.linear.product_layout import (
     ProductLayout,
@@ -25,7 +26,7 @@ from fewbit.kernels.linear.product_layout import (
     product_tensors,
 )
 from fewbit.kernels.linear.recoded_scales import can_fold
-from fewbit.kernels.linear.tile_plans import fixed_plan, plan_for, rows_at_once
+from fewbit.kernels.linear.tile_plans import Plan, fixed_plan, plan_for, rows_at_once
 from fewbit.kernels.linear.vendor_products import vendor_multiplies, vendor_product
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name, interprets_triton
@@ -52,6 +53,9 @@ class ProductKernel(LinearKernel):
     weights: ClassVar[str]
     """The weights that it takes, for people."""
 
+    compiled: ClassVar[bool] = False
+    """Whether products run in CUDA C++ where `code_cuts` says so."""
+
     def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
         return Refusal.first(self._obstacles(request, hardware))
 
@@ -64,7 +68,7 @@ class ProductKernel(LinearKernel):
         require_roles(record, request)
         layout = self._layout_of(request)
         assert layout is not None, "the request was refused"
-        return prepare_product(record, request, layout)
+        return prepare_product(record, request, layout, self.compiled)
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         return run_product(x, prepared, bias)
@@ -99,8 +103,13 @@ class ProductKernel(LinearKernel):
             )
 
 
-def prepare_product(record: QuantizedTensor, request: LinearRequest, layout: ProductLayout) -> Prepared:
+def prepare_product(
+    record: QuantizedTensor, request: LinearRequest, layout: ProductLayout, compiled: bool = False
+) -> Prepared:
     """The prepared weight, with what is known of its activations.
+
+    Args:
+        compiled: see `ProductKernel`.
 
     Raises:
         CheckpointError: a code lies outside the element's range.
@@ -112,10 +121,9 @@ def prepare_product(record: QuantizedTensor, request: LinearRequest, layout: Pro
         layout = replace(layout, folds=False)
     tensors = product_tensors(plain, layout, not activation.symmetric)
     tensors["counters"] = torch.zeros(COUNTERS, dtype=torch.int32, device=tensors["weight"].device)
-    return Prepared(
-        tensors | static_tensors(record, activation),
-        {"layout": str(layout), "activation": str(activation), "same_bits": request.batch_invariant},
-    )
+    constants: dict[str, str | bool] = {"layout": str(layout), "activation": str(activation)}
+    constants |= {"same_bits": request.batch_invariant, "compiled": compiled}
+    return Prepared(tensors | static_tensors(record, activation), constants)
 
 
 def static_tensors(record: QuantizedTensor, key: QuantKey) -> dict[str, Tensor]:
@@ -140,8 +148,8 @@ def run_product(x: Tensor, prepared: Prepared, bias: Tensor | None, producer: Pr
     return _operation(
         x, tensors["weight"], tensors["scale"], tensors["row_scale"], tensors["weight_sums"], tensors["counters"],
         tensors.get("block_scale"), tensors.get("input_scale"), tensors.get("input_zero_point"), bias,
-        constants["layout"],
-        constants["activation"], constants["same_bits"], other, kind, epsilon,
+        constants["layout"], constants["activation"], constants["same_bits"], constants["compiled"], other, kind,
+        epsilon,
     )  # fmt: skip
 
 
@@ -153,7 +161,7 @@ def product_bytes(layout: ProductLayout | None) -> int:
 def _linear(
     x: Tensor, weight: Tensor, scale: Tensor, row_scale: Tensor, weight_sums: Tensor, counters: Tensor,
     block_scale: Tensor | None, input_scale: Tensor | None, input_zero_point: Tensor | None, bias: Tensor | None,
-    layout: str, activation: str, same_bits: bool, other: Tensor | None, kind: str, epsilon: float,
+    layout: str, activation: str, same_bits: bool, compiled: bool, other: Tensor | None, kind: str, epsilon: float,
 ) -> Tensor:  # fmt: skip
     parsed = ProductLayout.parse(layout)
     if x.numel() == 0:
@@ -172,24 +180,35 @@ def _linear(
         rows, parts = rows_at_once(parsed, counters.numel()), []
         for start in range(0, flat.shape[0], rows):
             some = None if producer is None else producer.over_rows(start, start + rows)
-            parts.append(_multiplied(flat[start : start + rows], some, tensors, known, bias, parsed, activation, True))
+            plan = fixed_plan(parsed, min(rows, flat.shape[0] - start))
+            parts.append(_multiplied(flat[start : start + rows], some, tensors, known, bias, parsed, activation, plan))
         product = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:
-        product = _multiplied(flat, producer, tensors, known, bias, parsed, activation, False)
+        tokens, device = flat.shape[0], device_name(flat.device)
+        way: Plan | CodeCut = plan_for(parsed, tokens, device)
+        if compiled and x.is_cuda:
+            cut = code_cut_for(parsed, tokens, device)
+            way = way if cut.elsewhere else cut
+        product = _multiplied(flat, producer, tensors, known, bias, parsed, activation, way)
     return product.view(*x.shape[:-1], parsed.rows)
 
 
 def _multiplied(
     flat: Tensor, producer: Producer | None, tensors: dict[str, Tensor], static: dict[str, Tensor],
-    bias: Tensor | None, layout: ProductLayout, activation: str, same_bits: bool,
+    bias: Tensor | None, layout: ProductLayout, activation: str, plan: Plan | CodeCut,
 ) -> Tensor:  # fmt: skip
-    """On the device: codes of activations, then the product by the plan for its M."""
+    """On the device: codes of activations, then the product by a plan, or by a cut in CUDA C++."""
     from fewbit.kernels.programs import product_launch as launch  # imports Triton
     from fewbit.kernels.programs.activations import quantized
 
     tokens = flat.shape[0]
-    plan = fixed_plan(layout, tokens) if same_bits else plan_for(layout, tokens, device_name(flat.device))
-    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer)
+    rows = plan.token_rows(tokens) if isinstance(plan, CodeCut) else tokens
+    codes, x_scale, x_zero = quantized(flat, Rounding.of(activation), static, layout.width, False, producer, rows)
+    if isinstance(plan, CodeCut):
+        from fewbit.kernels.cuda import code_products  # loads the driver's library
+
+        with torch.cuda.device(flat.device):  # the driver launches where the current device is
+            return code_products.multiply(codes, tokens, x_scale, x_zero, tensors, bias, layout, plan, flat.dtype)
     if plan.decodes_first and layout.kind != "codes":
         tensors = {**tensors, "weight": launch.decode_weight(tensors["weight"], tensors["scale"], layout)}
         layout = layout.decoded()
@@ -220,7 +239,7 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 _operation = define(
     "linear_product(Tensor x, Tensor weight, Tensor scale, Tensor row_scale, Tensor weight_sums, Tensor counters, "
     "Tensor? block_scale, Tensor? input_scale, Tensor? input_zero_point, Tensor? bias, str layout, str activation, "
-    "bool same_bits, Tensor? other, str producer, float epsilon) -> Tensor",
+    "bool same_bits, bool compiled, Tensor? other, str producer, float epsilon) -> Tensor",
     _linear,
     _fake,
 )

@@ -36,7 +36,7 @@ _CODES = {"integer": torch.int8, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint
 
 def quantized(
     x: Tensor, rounding: Rounding, static: dict[str, Tensor], width: int, as_numbers: bool,
-    producer: Producer | None = None,
+    producer: Producer | None = None, rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Codes [M, width] of x [M, K] (zeros from K on), float32 scales, and float32 zero points [M] or [] or None.
 
@@ -52,10 +52,12 @@ def quantized(
         width: at least K.
         as_numbers: numbers of x's dtype instead of codes.
         producer: what is rounded instead of x itself.
+        rows: of the codes where these are more than M; the others are not written.
     """
     tokens, columns = x.shape
     in_pairs = rounding.kind == "e2m1" and not as_numbers
-    codes = x.new_empty(tokens, width // (1 + in_pairs), dtype=x.dtype if as_numbers else _CODES[rounding.kind])
+    dtype = x.dtype if as_numbers else _CODES[rounding.kind]
+    codes = x.new_empty(max(tokens, rows), width // (1 + in_pairs), dtype=dtype)
     grouped = rounding.group > 0
     if grouped:
         scales = x.new_empty(-(-width // rounding.group), tokens, dtype=torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
 from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for, cut_in
-from fewbit.kernels.linear.fragment_layout import Decoding, FragmentLayout, fragment_layout_of
+from fewbit.kernels.linear.fragment_layout import FragmentLayout, fragment_layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.table import Table
 from fewbit.kernels.tuned.tune import fastest_ways
@@ -59,15 +59,13 @@ def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
             yield from (option for option in fitted if option.stages >= FEWEST_STAGES)
 
 
-def compile_cuts(jobs: Iterable[tuple[Decoding, Cut]]) -> None:
+def compile_on_all_cores(compile_one: Callable[..., bytes], jobs: Iterable[tuple[Any, ...]]) -> None:
     """Compiles kernels in a process to each core, into the folder that this process reads."""
-    from fewbit.kernels.cuda.products import product_code
-
     distinct = list(dict.fromkeys(jobs))
     count = min(len(os.sched_getaffinity(0)), len(distinct))
     if count:
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(product_code, *zip(*distinct, strict=True)))
+            list(pool.map(compile_one, *zip(*distinct, strict=True)))
 
 
 def tune_cuts(
@@ -86,8 +84,11 @@ def tune_cuts(
 def _tuned(
     request: LinearRequest, kernel: LinearKernel, layout: FragmentLayout, ladder: list[int], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
+    from fewbit.kernels.cuda.products import product_code
+
     candidates = {tokens: list(dict.fromkeys(cut_candidates(layout, tokens))) for tokens in ladder}
-    compile_cuts((layout.decoding, cut) for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
+    compiled = (cut for cuts in candidates.values() for cut in cuts if not cut.decodes_first)
+    compile_on_all_cores(product_code, ((layout.decoding, cut) for cut in compiled))
     return fastest_ways(request, kernel, layout, cut_for, candidates, say, "cut")
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fewbit.kernels.interface import LinearRequest
+from fewbit.kernels.linear.code_cuts import code_cut_for
 from fewbit.kernels.linear.fragment_cuts import cut_for
 from fewbit.kernels.linear.tile_plans import Plan, WeightLayout, measured_plan, plan_by_rule, plan_for
+from fewbit.kernels.tuned.code_cuts import code_cutter_of, tune_code_cuts
 from fewbit.kernels.tuned.cuts import cutter_of, tune_cuts
 from fewbit.kernels.tuned.table import COMPARED, Table, merged, name_of, tables_of, with_costs
 from fewbit.kernels.tuned.tune import (
@@ -46,8 +48,10 @@ def tune_layers(
             table = replace(table, plans=merged(table.plans, plans, WAYS_ARE_OF))
         cuts = tune_cuts(request, hardware, ladder or LADDER, say)
         table = replace(table, cuts=merged(table.cuts, cuts, WAYS_ARE_OF))
+        code_cuts = tune_code_cuts(request, hardware, ladder or LADDER, say)
+        table = replace(table, code_cuts=merged(table.code_cuts, code_cuts, WAYS_ARE_OF))
         plans_in_table = plan_for.by(lambda layout, tokens, _, table=table: plan_in(table, layout, tokens))
-        with plans_in_table, cut_for.by(cutter_of(table)):
+        with plans_in_table, cut_for.by(cutter_of(table)), code_cut_for.by(code_cutter_of(table)):
             costs = tune_costs(request, hardware, ladder or LADDER, say)
         table = with_costs(table, costs)
         table.write(path)

@@ -1,8 +1,8 @@
 """Tables of measurements: what they hold, where they lie, which one serves a device.
 
-A table is one JSON file. It names the device, its driver and the software that was measured, and holds three lists:
-`costs`, microseconds of every kernel that took a layer, `plans`, the fastest way to cut a product over tiles, and
-`cuts`, the same over fragments.
+A table is one JSON file. It names the device, its driver and the software that was measured, and holds four lists:
+`costs`, microseconds of every kernel that took a layer, `plans`, the fastest way to cut a product over tiles, `cuts`,
+the same over fragments, and `code_cuts`, over 8-bit codes in CUDA C++.
 A table serves a device of the same name under the same major and minor versions of torch and Triton.
 """
 
@@ -36,6 +36,7 @@ class Table:
         costs: `{"key", "dtype", "N", "K", "M", "us": {kernel: microseconds}}` each.
         plans: `{"layout": {...}, "M", "plan": {...}, "us"}` each, see `kernels.linear.tile_plans`.
         cuts: `{"layout": {...}, "M", "cut": {...}, "us"}` each, see `kernels.linear.fragment_cuts`.
+        code_cuts: `{"layout": {...}, "M", "cut": {...}, "us"}` each, see `kernels.linear.code_cuts`.
         path: the file.
     """
 
@@ -45,6 +46,7 @@ class Table:
     costs: tuple[Mapping[str, Any], ...] = ()
     plans: tuple[Mapping[str, Any], ...] = ()
     cuts: tuple[Mapping[str, Any], ...] = ()
+    code_cuts: tuple[Mapping[str, Any], ...] = ()
     path: Path = field(default=Path(), compare=False)
 
     def __str__(self) -> str:
@@ -63,7 +65,7 @@ class Table:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls(
                 str(data["device"]), str(data["driver"]), dict(data["software"]), tuple(data["costs"]),
-                tuple(data["plans"]), tuple(data.get("cuts", ())), path,
+                tuple(data["plans"]), tuple(data.get("cuts", ())), tuple(data.get("code_cuts", ())), path,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -76,6 +78,7 @@ class Table:
         data = {
             "device": self.device, "driver": self.driver, "software": dict(self.software),
             "costs": list(self.costs), "plans": list(self.plans), "cuts": list(self.cuts),
+            "code_cuts": list(self.code_cuts),
         }  # fmt: skip
         lines = json.dumps(data, indent=None).replace('{"key"', '\n{"key"').replace('{"layout"', '\n{"layout"')
         staged = path.with_name(path.name + ".part")
