@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, stream_of
-from fewbit.kernels.cuda.products import ARCHITECTURE, FLOATS, decoding_macros
+from fewbit.kernels.cuda.products import ARCHITECTURE, decoding_files, macros_of
 from fewbit.kernels.cuda.sources import text
 from fewbit.kernels.linear.fragment_layout import ROWS, Decoding, FragmentLayout
 from fewbit.kernels.linear.row_cuts import TILE, RowCut
@@ -30,7 +30,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layout: FragmentLay
 
     Args:
         x: in the layout's dtype.
-        weight: from `fragments`.
+        weight: from `fragment_tensors`.
         bias: [N] in the layout's dtype, or None.
 
     Raises:
@@ -68,5 +68,5 @@ def product_code(decoding: Decoding, cut: RowCut) -> bytes:
     if cut.digits:
         macros["TOKENS"] = cut.tokens
     products = "few_digits.cuh" if cut.digits else "few_floats.cuh"
-    source = "".join(text(name) for name in (*FLOATS, "few_rows.cuh", products, "few_rows.cu"))
-    return compiled(source, macros | decoding_macros(decoding), ARCHITECTURE)
+    source = "".join(text(name) for name in (*decoding_files(decoding), "few_rows.cuh", products, "few_rows.cu"))
+    return compiled(source, macros_of(decoding) | macros, ARCHITECTURE)

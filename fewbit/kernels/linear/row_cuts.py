@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fewbit.kernels.linear.fragment_layout import DEPTH, ROWS, FragmentLayout
-from fewbit.spec.element import E4M3
+from fewbit.kernels.linear.fragment_layout import DEPTH, INTEGERS, ROWS, FragmentLayout
 
 TILE = 16  # output features
 WARP, MOST_WARPS = 32, 16
@@ -77,7 +76,8 @@ _WASTE = 8  # a block has at most an eighth more tiles than each multiprocessor 
 
 def takes_row_cuts(layout: FragmentLayout, tokens: int) -> bool:
     """Whether a product of so many rows of x can be cut so."""
-    return layout.operand != E4M3.name and tokens <= MOST_ROWS and layout.nbytes < MOST_OFFSET
+    fits = layout.element == INTEGERS and not layout.decoding.is_fp8 and layout.nbytes < MOST_OFFSET
+    return fits and tokens <= MOST_ROWS
 
 
 def row_cut_by_rule(layout: FragmentLayout, tokens: int) -> RowCut | None:
