@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fewbit.errors import KernelError
 from fewbit.kernels.cuda import few_rows
 from fewbit.kernels.cuda.few_rows import RowProblem
 from fewbit.kernels.cuda.products import decoding_files, macros_of
@@ -103,7 +104,8 @@ def test_a_launch_names_what_the_kernel_of_few_rows_reads(monkeypatch: pytest.Mo
     x = torch.zeros(3 * 1096 + 1).bfloat16()[1:].view(3, 1096)  # the kernel takes rows of 16 bytes at multiples of 16
     y = few_rows.multiply(x, weight, bias, layout, cut)
     assert (y.shape, y.dtype, y.is_contiguous()) == ((3, 1001), torch.bfloat16, True)
-    ((blocks, problem, stream),) = launched
+    assert len(launched) == 1
+    blocks, problem, stream = launched[0]
     assert (blocks, stream) == (cut.launched(layout), 7)
     assert (problem.weight, problem.bias, problem.x % 16) == (weight.data_ptr(), bias.data_ptr(), 0)
     numbers = (problem.tokens, problem.rows, problem.columns, problem.stride, problem.tiles, problem.depths)
@@ -119,3 +121,11 @@ def test_sources_of_few_rows_ask_for_what_their_launcher_gives() -> None:
     assert asked([*sources, "few_floats.cuh", "few_rows.cu"]) == given
     assert fields_of_problem("few_rows.cuh") == [name for name, _ in RowProblem._fields_]
     assert ctypes.sizeof(RowProblem) == 4 * 8 + 6 * 4
+
+
+def test_more_rows_than_a_cut_has_room_for_are_refused() -> None:
+    layout = FragmentLayout(64, 128, 128, "bf16", 8, False, "bf16")
+    cut = row_cut_by_rule(layout, 1)
+    assert cut is not None
+    with pytest.raises(KernelError, match="1 row"):
+        few_rows.multiply(torch.zeros(2, 128).bfloat16(), torch.zeros(1, dtype=torch.uint8), None, layout, cut)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fewbit.errors import KernelError
 from fewbit.kernels.cuda.compiler import compiled
 from fewbit.kernels.cuda.driver import Function, addresses, load, stream_of
 from fewbit.kernels.cuda.products import ARCHITECTURE, decoding_files, macros_of
@@ -34,9 +35,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layout: FragmentLay
         bias: [N] in the layout's dtype, or None.
 
     Raises:
-        KernelError: there is no compiler, or the driver refuses.
+        KernelError: x has more rows, there is no compiler, or the driver refuses.
     """
     tokens, stride = x.shape[0], layout.rows + layout.rows % 2
+    if tokens > cut.tokens:
+        raise KernelError(f"a cut for {cut.tokens} rows of x was given {tokens}", "Take a cut of `cut_for`.")
     if x.data_ptr() % 16:
         x = x.clone()
     out = x.new_empty(tokens, stride)
