@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,21 +12,22 @@ from hypothesis import strategies as st
 
 from fewbit.errors import CheckpointError
 from fewbit.kernels.cuda.compiler import read_entry, write_entry
-from fewbit.kernels.cuda.products import FLOATS, SOURCES, Problem
+from fewbit.kernels.cuda.products import Problem, decoding_files, macros_of, product_files
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
 from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
-from fewbit.kernels.linear.fragment_cuts import cut_for
+from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for
 from fewbit.kernels.linear.fragment_layout import (
-    CODE_BYTES,
     DEPTH,
     ROWS,
+    Decoding,
     FragmentLayout,
     fragment_layout_of,
-    fragment_numbers,
-    fragments,
 )
-from fewbit.numerics import dequantize
+from fewbit.kernels.linear.fragment_tensors import fragment_numbers, fragment_tensors, group_scales
+from fewbit.kernels.linear.product_layout import product_layout_of, product_numbers, product_tensors
+from fewbit.kernels.linear.recoded_scales import can_fold
+from fewbit.numerics import QuantizedTensor, dequantize
 from fewbit.spec import DEVICES
 from tests.kernels.cuda_sources import asked, fields_of_problem
 from tests.kernels.layers import KEYS, assert_close, expected, inputs, layer
@@ -39,10 +41,11 @@ TAKEN_FP8 = [name for name, key in KEYS.items() if FP8.refuse(LinearRequest(key,
 
 
 def test_what_fragments_take() -> None:
-    wanted = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
-    assert wanted <= set(TAKEN)
-    assert not {"W4A16 g16", "W5A16", "W8A16", "NVFP4A16", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
-    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static"]
+    integers = {"W4A16", "W4A16_ASYM", "W3A16", "W2A16 unsigned asym", "W4A16 unsigned", "W4A16 g256", "W4A16 channel"}
+    assert integers | {"NVFP4A16", "MXFP4A16", "NVFP4A16 joined"} <= set(TAKEN)
+    assert {"W5A16", "W8A16", "W8A16 g32", "W8A16 tensor", "FP8 weight-only"} <= set(TAKEN)
+    assert not {"W4A16 g16", "MXFP8A16", "W8A16_ASYM", "W4A16 biased", "W4A16 signed asym"} & set(TAKEN)
+    assert TAKEN_FP8 == ["W4AF8 g128", "W4AF8 static", "MXFP4 AF8"]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,14 @@ def test_fragments_stand_for_the_numbers_of_the_record(name: str, rows: int, col
     if layout is None:
         assert columns % KEYS[name].weight.granularity.columns
         return
-    weight = fragments(record, layout)
-    assert (weight.nbytes, weight.shape) == (layout.nbytes, (layout.units, layout.depths, layout.unit_bytes))
-    assert torch.equal(fragment_numbers(weight, layout), dequantize(record).bfloat16().float())
+    tensors = fragment_tensors(record, layout)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes
+    assert tensors["weight"].shape == (layout.units, layout.depths, layout.unit_bytes)
+    found, wanted = fragment_numbers(tensors["weight"], layout, tensors.get("row_scale")), dequantize(record)
+    if layout.decoding.row_scaled:
+        torch.testing.assert_close(found, wanted, rtol=2.0**-22, atol=0)
+    else:
+        assert torch.equal(found, wanted.bfloat16().float())
     assert FragmentLayout.parse(str(layout)) == layout
 
 
@@ -86,7 +94,23 @@ def test_fragments_for_fp8_stand_for_the_numbers_of_the_record(name: str, rows: 
     record = layer(KEYS[name], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]), "e4m3")
     assert layout is not None
-    assert torch.equal(fragment_numbers(fragments(record, layout), layout), dequantize(record))
+    for folds in {False, layout.folds}:
+        tensors = fragment_tensors(record, replace(layout, folds=folds))
+        numbers = fragment_numbers(tensors["weight"], replace(layout, folds=folds), tensors.get("row_scale"))
+        assert torch.equal(numbers, dequantize(record))
+
+
+def test_scales_of_groups_are_read_back_for_torch() -> None:
+    record = layer(KEYS["W4AF8 g128"], 200, 384)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 g128"]), "e4m3")
+    assert layout is not None
+    weight = fragment_tensors(record, layout)["weight"]
+    assert torch.equal(group_scales(weight, layout), record["scale"].t())
+
+
+def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:
+    """Words of codes, int32 [units, depths, 1024]."""
+    return fragment_tensors(record, layout)["weight"][..., : layout.code_bytes].contiguous().view(torch.int32)
 
 
 @given(st.data())
@@ -96,7 +120,7 @@ def test_a_thread_decodes_its_share_of_the_left_operand_to_e4m3(data: st.DataObj
     record = layer(KEYS["W4AF8 static"], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4AF8 static"]), "e4m3")
     assert layout is not None
-    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    words = _words(record, layout)
     unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
     warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
     word = int(words[unit, depth, step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2])
@@ -116,7 +140,7 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     record = layer(KEYS["W4A16 channel"], rows, columns)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
     assert layout is not None
-    words = fragments(record, layout)[..., :CODE_BYTES].contiguous().view(torch.int32)
+    words = _words(record, layout)
     unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
     warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
     register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
@@ -128,6 +152,136 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
 
 
+def _turned(word: int, distance: int) -> int:
+    return (word << distance | word >> (32 - distance)) & 0xFFFFFFFF
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_e2m1(data: st.DataObject) -> None:
+    """With the arithmetic of `placed` and of `scale_pair` for bf16."""
+    name = data.draw(st.sampled_from(["NVFP4A16", "MXFP4A16"]))
+    rows, columns = data.draw(st.integers(1, 150)), 32 * data.draw(st.integers(1, 10))
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
+    if register == 3:
+        placed = _turned(word, 14) & 0x81808180 | _turned(word, 6) & 0x00400040
+    else:
+        placed = _turned(word, (0, 4, 10)[register]) & 0x81C081C0
+    group, shift, base = step * 16 // layout.group, 4 if layout.group == 16 else 7, 0x7000 if layout.group == 16 else 0
+    scales = int(words[layout.code_bytes // 4 + group // 2 * 32 + warp * 8 + lane // 4]) & 0xFFFFFFFF
+    pair = scales >> (8 - shift) if group % 2 else scales << shift
+    scale = pair >> 16 * (register % 2) & (0xFF << shift) | base
+    number, factor = _bf16(placed >> 16 * half & 0xFFFF, scale)
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    inside = row < rows and column < columns
+    wanted = dequantize(record)[row, column].item() if inside else 0.0
+    assert number * factor * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+
+
+@given(st.data())
+def test_a_thread_decodes_its_share_of_bytes(data: st.DataObject) -> None:
+    """With the arithmetic of `int8.cuh` and `e4m3.cuh` for bf16."""
+    name = data.draw(st.sampled_from(["W8A16", "FP8 weight-only"]))
+    rows, columns = data.draw(st.integers(1, 150)), 8 * data.draw(st.integers(1, 40))
+    record = layer(KEYS[name], rows, columns)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
+    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
+    if layout.element == "int8":
+        byte = word >> 8 * (register % 2) >> 16 * half
+        number, base = _bf16(byte & 0x7F | 0x4300, byte & 0x80 | 0x4300)
+        number = number - base
+    else:
+        sign, magnitude = (word, word >> 4) if register % 2 else (word << 8, word << 4)
+        number, count = _bf16((sign >> 16 * half) & 0x8000 | (magnitude >> 16 * half) & 0x07F0, 0x7B80)
+        number = number * count
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    wanted = dequantize(record)[row, column].item() if row < rows and column < columns else 0.0
+    assert number * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
+
+
+def _bf16(*bits: int) -> list[float]:
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().tolist()
+
+
+@given(st.data())
+def test_a_thread_looks_e2m1_up_in_e4m3(data: st.DataObject) -> None:
+    """With the arithmetic of `look_up` and `Table`."""
+    rows, columns = data.draw(st.integers(1, 150)), 32 * data.draw(st.integers(1, 10))
+    record = layer(KEYS["MXFP4 AF8"], rows, columns)
+    scale = torch.randint(100, 112, record["scale"].shape, dtype=torch.uint8).view(record["scale"].dtype)
+    record = record.with_tensors(scale=scale)
+    layout = fragment_layout_of(LinearRequest.of(record, KEYS["MXFP4 AF8"]), "e4m3")
+    assert layout is not None
+    tensors = fragment_tensors(record, layout)
+    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
+    warp, lane, step, register, byte = (data.draw(st.integers(0, last)) for last in (3, 31, 3, 3, 3))
+    words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
+    word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
+    steps = (
+        int(words[layout.code_bytes // 4 + step // 2 * 32 + warp * 8 + lane // 4])
+        >> 16 * (register % 2) + 8 * (step % 2)
+        & 255
+    )
+    table = (0x6C686000 - steps * 0x01010100) | (0x7C787470 - steps * 0x01010101) << 32
+    chosen = (word & 0x77777777) >> 16 * (register % 2) >> 4 * byte & 7
+    sign = (word << 4 * (register % 2)) >> 8 * byte & 0x80
+    code = (
+        torch.tensor([table >> 8 * chosen & 0xFF | sign], dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    )
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    column = depth * DEPTH + step * 32 + register // 2 * 16 + lane % 4 * 4 + byte
+    wanted = dequantize(record)[row, column].item() if row < rows and column < columns else 0.0
+    assert code.float().item() * tensors["row_scale"][row].item() == wanted
+
+
+def test_scales_too_far_apart_stay_outside() -> None:
+    record = layer(KEYS["MXFP4 AF8"], 40, 96)
+    request, x = LinearRequest.of(record, KEYS["MXFP4 AF8"]), inputs((5, 96), torch.bfloat16)
+    codes = torch.full(record["scale"].shape, 120, dtype=torch.uint8)
+    codes[3, 1] = 120 - 12
+    for distance, folds in ((12, False), (11, True)):
+        codes[3, 1] = 120 - distance
+        far = record.with_tensors(scale=codes.view(record["scale"].dtype).clone())
+        prepared = FP8.prepare(far, request)
+        assert FragmentLayout.parse(prepared.constants["layout"]).folds is folds
+        assert_close(FP8.run(x, prepared, None), expected(x, far, request.key, None, FP8), "bf16")
+
+
+def test_a_group_of_zeros_may_have_any_scale() -> None:
+    """Its scale is no reason to leave the others outside, and does not reach into theirs."""
+    record = layer(KEYS["MXFP4 AF8"], 8, 128)
+    scales = torch.full((8, 4), 120, dtype=torch.uint8)
+    scales[:, 1], scales[2, 3] = 1, 254
+    codes = record["codes"].clone().view(torch.uint8)
+    codes[:, 32:64], codes[2, 96:] = 0, 8
+    record = record.with_tensors(codes=codes.view(record["codes"].dtype), scale=scales.view(record["scale"].dtype))
+    request = LinearRequest.of(record, KEYS["MXFP4 AF8"])
+    fragment_layout, product_layout = fragment_layout_of(request, "e4m3"), product_layout_of(request, "e4m3")
+    assert fragment_layout is not None
+    assert product_layout is not None
+    assert can_fold(record)
+    tensors = fragment_tensors(record, fragment_layout)
+    assert torch.equal(fragment_numbers(tensors["weight"], fragment_layout, tensors["row_scale"]), dequantize(record))
+    assert torch.equal(
+        product_numbers(product_tensors(record, product_layout, False), product_layout), dequantize(record)
+    )
+
+
 def test_a_code_out_of_range_is_not_packed() -> None:
     record = layer(KEYS["W4A16"], 32, 128)
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16"]))
@@ -135,7 +289,7 @@ def test_a_code_out_of_range_is_not_packed() -> None:
     codes = record["codes"].clone()
     codes[3, 5] = 8
     with pytest.raises(CheckpointError, match="int4"):
-        fragments(record.with_tensors(codes=codes), layout)
+        fragment_tensors(record.with_tensors(codes=codes), layout)
 
 
 @pytest.mark.parametrize("tokens", [(0,), (), (3,), (2, 300)])
@@ -147,33 +301,38 @@ def test_without_a_gpu_the_layout_is_multiplied_all_the_same(tokens: tuple[int, 
     assert_close(y, expected(x, record, request.key, bias, KERNEL), "bf16")
 
 
+DECODINGS = [
+    *(Decoding(group, True, "bf16", "bf16") for group in (32, 64, 128)),
+    *(Decoding(group, False, "bf16", "e4m3") for group in (32, 64, 128)),
+    *(Decoding(group, False, "bf16", "bf16", "e2m1", True) for group in (16, 32)),
+    *(Decoding(32, False, "bf16", "e4m3", "e2m1", folds) for folds in (False, True)),
+    *(Decoding(group, False, "bf16", "bf16", "int8") for group in (0, 32)),
+    Decoding(0, False, "bf16", "bf16", "e4m3"),
+]
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H200", "another device"])
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (28672, 4096), (64, 128)])
-def test_cuts_fit_the_multiprocessor(rows: int, columns: int, operand: str, group: int, device: str) -> None:
-    layout = FragmentLayout(rows, columns, group, "bf16", 0, operand == "bf16", operand)
+def test_cuts_fit_the_multiprocessor(rows: int, columns: int, decoding: Decoding, device: str) -> None:
+    layout = FragmentLayout(rows, columns, offset=0, **asdict(decoding))
     for tokens in (1, 9, 16, 17, 64, 65, 128, 200, 256, 512, 2000, 5000):
         cut = cut_for(layout, tokens, device)
         assert cut.decodes_first or cut.shared_bytes(layout) <= cut.shared_limit
-        assert cut.stages >= 2
+        assert cut.decodes_first or cut.stages >= FEWEST_STAGES
         assert cut.blocks <= cut.residents
 
 
 def test_sources_and_their_macros_go_with_each_other() -> None:
     """Every name in capitals that a source uses and does not define is given by the launcher."""
-    shared = [*SOURCES, "kernel.cu"]
-    given = {"GROUP", "HAS_ZERO", "HALF"}
-    assert asked([*FLOATS, "decode.cu"]) == given
-    cut = {"TOKENS", "WARPGROUPS", "TILES", "STAGES", "CLUSTER", "RESIDENTS", "OPERAND_BYTES"}
-    given |= cut | {"REGISTERS", "PRODUCER_REGISTERS"}
-    assert asked([*shared, "weight_fp8.cuh"]) == given
-    assert asked([*shared, "weight_only.cuh"]) == given | {"STEP", "AHEAD"}
+    for decoding in DECODINGS:
+        assert asked([*decoding_files(decoding), "decode.cu"]) <= set(macros_of(decoding))
+        assert asked(product_files(decoding)) == set(macros_of(decoding, Cut(64)))
 
 
 def test_the_launcher_and_the_kernel_mean_the_same_struct() -> None:
     assert fields_of_problem("fragment_problem.cuh") == [name for name, _ in Problem._fields_]
-    assert ctypes.sizeof(Problem) == 6 * 8 + 10 * 4
+    assert ctypes.sizeof(Problem) == 7 * 8 + 10 * 4
 
 
 def test_a_compiled_kernel_is_kept_and_a_broken_one_is_not_used(tmp_path) -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared
 from fewbit.kernels.registry import linear_kernels
+from fewbit.spec import DEVICES
 from tests.kernels.layers import KERNELS, KEYS, layer, needs_extension, needs_fp8_rows
 
 LAYERS = [
@@ -44,6 +45,8 @@ LAYERS = [
     ("cuda_int8", "W8A8 asym static"),
     ("cuda_wgmma", "W4A16 asym g32"),
     ("cuda_wgmma", "W4A16"),
+    ("cuda_wgmma", "NVFP4A16"),
+    ("cuda_wgmma_fp8", "MXFP4 AF8"),
     ("cuda_wgmma_fp8", "W4AF8 g128"),
     ("cuda_wgmma_fp8", "W4AF8 static"),
     ("triton_tiles", "W4A16 asym g32"),
@@ -82,6 +85,19 @@ def prepared_layer(name: str, key: str) -> tuple[LinearKernel, Prepared]:
     """A prepared layer on the CPU, whether or not the kernel is fast or exact there."""
     kernel, record = linear_kernels()[name], layer(KEYS[key], ROWS, COLUMNS)
     return kernel, kernel.prepare(record, LinearRequest.of(record, KEYS[key]))
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - ELSEWHERE))
+def test_prepared_tensors_are_contiguous(name: str) -> None:
+    """Programs are given addresses, not strides: one that lies transposed would be read in the wrong order."""
+    kernel, devices = linear_kernels()[name], [device.with_software("cuda-core") for device in DEVICES.values()]
+    for key in KEYS.values():
+        record = layer(key, 64, 256)
+        request = LinearRequest.of(record, key)
+        if all(kernel.refuse(request, device) for device in devices):
+            continue
+        for role, tensor in kernel.prepare(record, request).tensors.items():
+            assert tensor.is_mkldnn or tensor.is_contiguous(), f"{key}: {role}"
 
 
 class Calls(TorchDispatchMode):

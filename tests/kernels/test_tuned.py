@@ -71,6 +71,10 @@ def test_kernels_compiled_by_nvrtc_are_chosen_for_batches_where_they_can_be_comp
     for key, compiled, without in (
         ("W4A16", "cuda_wgmma", "triton_tiles"),
         ("W4AF8 g128", "cuda_wgmma_fp8", "triton_fp8"),
+        ("NVFP4A16", "cuda_wgmma", "triton_tiles"),
+        ("MXFP4A16", "cuda_wgmma", "triton_tiles"),
+        ("W8A16", "cuda_wgmma", "triton_tiles"),
+        ("MXFP4 AF8", "cuda_wgmma_fp8", "triton_fp8"),
         ("FP8_DYNAMIC", "cuda_fp8", "triton_fp8"),
         ("W8A8", "cuda_int8", "triton_int8"),
     ):
@@ -172,9 +176,20 @@ def test_candidates_are_possible(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 33, 128, 256, 512, 4096])
 @pytest.mark.parametrize("rows", [64, 6144, 28672])
-@pytest.mark.parametrize("operand", ["bf16", "e4m3"])
-def test_candidate_cuts_fit(tokens: int, rows: int, operand: str) -> None:
-    layout = FragmentLayout(rows, 4096, 32, "bf16", 0, False, operand)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        (32, "bf16", "integers"),
+        (32, "e4m3", "integers"),
+        (16, "bf16", "e2m1"),
+        (32, "e4m3", "e2m1"),
+        (0, "bf16", "int8"),
+    ],
+    ids=str,
+)
+def test_candidate_cuts_fit(tokens: int, rows: int, stored: tuple[int, str, str]) -> None:
+    group, operand, element = stored
+    layout = FragmentLayout(rows, 4096, group, "bf16", 0, False, operand, element, element == "e2m1")
     cuts = list(cut_candidates(layout, tokens))
     assert len(set(cuts)) == len(cuts)
     assert cuts
@@ -192,6 +207,25 @@ def test_cuts_come_from_the_table_where_the_shape_was_measured() -> None:
     with cut_for.by(lambda *_: only):
         assert cut_for(layout, 1, "NVIDIA H200") == only
     assert cut_for(layout, 1, "NVIDIA H200") != only
+
+
+def test_cuts_of_integers_serve_every_group_and_those_of_e2m1_their_own() -> None:
+    def cut(group: int, element: str, dtype: str = "bf16") -> Cut:
+        layout = FragmentLayout(28672, 4096, group, dtype, 0, False, dtype, element, element == "e2m1")
+        return cut_for(layout, 64, "NVIDIA H200")
+
+    entries = Table.read(SHIPPED / "nvidia-h200.json").cuts
+    for element, group in (("integers", 128), ("e2m1", 16), ("e2m1", 32), ("int8", 0)):
+        layouts = [(FragmentLayout(**entry["layout"]), entry) for entry in entries if entry["M"] == 64]
+        found = [
+            Cut(**entry["cut"])
+            for layout, entry in layouts
+            if (layout.rows, layout.columns, layout.operand) == (28672, 4096, "bf16")
+            and (layout.element, layout.group) == (element, group)
+        ]
+        assert found == [cut(group, element)]
+    assert cut(32, "integers") == cut(128, "integers").fitted(FragmentLayout(28672, 4096, 32, "bf16", 0, False, "bf16"))
+    assert cut(16, "e2m1", "f16") == cut(16, "e2m1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="On a GPU this would compile a hundred plans.")

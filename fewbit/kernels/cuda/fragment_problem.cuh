@@ -1,12 +1,12 @@
-// y [M, N] = x [M, K] @ W [N, K]^T for weights of 4 bits on Hopper: what a block takes, and where it lies.
+// y [M, N] = x [M, K] @ W [N, K]^T for weights of 4 or 8 bits on Hopper: what a block takes, and where it lies.
 //
 // Weights are the left operand of the tensor cores, decoded in registers, tokens the right one, from shared memory. A block
 // takes WARPGROUPS * TILES * 64 output features by TOKENS tokens, a stage 128 input features. `ring.cuh` and `sums.cuh`
 // tell of how the work is cut.
 //
 // Compile-time: TOKENS, WARPGROUPS, TILES, STAGES, CLUSTER (blocks that share x), RESIDENTS (blocks that a
-// multiprocessor has room for, so that the next kernel's wait there), OPERAND_BYTES (of an input feature: 2, or 1 for E4M3),
-// REGISTERS and PRODUCER_REGISTERS of a thread where there is room for one block, and what `fragments.cuh` needs.
+// multiprocessor has room for, so that the next kernel's wait there), REGISTERS and PRODUCER_REGISTERS
+// of a thread where there is room for one block, and what `fragments.cuh` needs.
 
 constexpr int UNITS = WARPGROUPS * TILES;
 constexpr int X_BYTES = TOKENS * DEPTH * OPERAND_BYTES;
@@ -24,6 +24,7 @@ struct Problem {
     float* partial;               // [blocks, sums of a block]
     u32* flags;                   // [blocks], zero between launches
     int tokens, rows, stride, units, depths, token_tiles, work, parts, scale_stride;
+    const float* row_scale;  // [units * 64] where ROW_SCALED
 };
 
 // What of a step of the work lies where.

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fewbit.kernels.linear.fragment_layout import DEPTH, FragmentLayout
+from fewbit.kernels.linear.fragment_layout import DEPTH, INTEGERS, FragmentLayout
 from fewbit.kernels.tuned.choice import Chosen
 from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
-from fewbit.spec.element import E4M3
 
 WARPGROUP = 128
 SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
@@ -23,12 +22,12 @@ class Cut:
     """One way to run a product.
 
     Attributes:
-        tokens: of a block: 8, 16, 32, 64, 128 or 256; at most 192 for `e4m3`.
+        tokens: of a block: 8, 16, 32, 64, 128 or 256; at most 192 where groups are summed.
         warpgroups: that multiply, each `tiles` times 64 output features.
         stages: in flight, of 128 input features each.
-        step: times 16 input features are decoded at once, where x is not `e4m3`.
+        step: times 16 input features, or 32 of `e4m3`, are decoded at once, where no groups are summed.
         cluster: blocks that share x.
-        ahead: take a stage's codes into registers while the stage before is multiplied, where x is not `e4m3`.
+        ahead: take a stage's codes into registers while the stage before is multiplied, where no groups are summed.
         residents: blocks that a multiprocessor has room for: with 2, those of the next kernel wait there with weights.
         blocks: of a launch for each multiprocessor.
         even: as few blocks as are no slower, with as much work each; else as many as there is room for.
@@ -82,6 +81,8 @@ class Cut:
 
 DECODES_FIRST_FROM = 1025
 """Tokens from which weights are decoded once, into a matrix for the vendor's product."""
+FEWEST_STAGES = 3
+"""Of a cut that leaves the copy engine time; wide blocks of 8-bit weights have no room for them."""
 TALL = 16384
 """Output features from which blocks of twice the height leave no multiprocessor idle; they read x half as often."""
 _LOW = (
@@ -99,34 +100,55 @@ _HIGH = (
     Cut(128, tiles=2, stages=4, step=4),
     _LOW[-1],
 )
-_FP8_LOW = (Cut(16, stages=11), Cut(32, stages=10), Cut(64, stages=8), Cut(128, stages=8))
-_FP8_HIGH = (
+_GROUPS_LOW = (Cut(16, stages=11), Cut(32, stages=10), Cut(64, stages=8), Cut(128, stages=8))
+_GROUPS_HIGH = (
     Cut(16, tiles=2, stages=10),
     Cut(32, tiles=2, stages=9),
     Cut(64, tiles=2, stages=8),
     Cut(128, stages=8),
 )
+_FOLDED_LOW = (
+    Cut(16, stages=12),
+    Cut(32, stages=10),
+    Cut(64, stages=8),
+    Cut(128, stages=7),
+    Cut(256, stages=5),
+)
+_FOLDED_HIGH = (
+    Cut(16, tiles=2, stages=10),
+    Cut(32, tiles=2, stages=9),
+    Cut(64, tiles=2, stages=8),
+    Cut(128, tiles=2, stages=6),
+    _FOLDED_LOW[-1],
+)
+_BY_RULE = {False: (_LOW, _HIGH), True: (_FOLDED_LOW, _FOLDED_HIGH)}
 
 
 def cut_by_rule(layout: FragmentLayout, tokens: int) -> Cut:
     """A cut for shapes and devices that were not measured."""
-    is_fp8 = layout.operand == E4M3.name
-    tables = (_FP8_LOW, _FP8_HIGH) if is_fp8 else (_LOW, _HIGH)
-    table = tables[layout.rows >= TALL]
+    decoding = layout.decoding
+    tables = (_GROUPS_LOW, _GROUPS_HIGH) if decoding.sums_groups else _BY_RULE[decoding.is_fp8]
+    table = [cut for cut in tables[layout.rows >= TALL] if cut.fitted(layout).stages >= FEWEST_STAGES]
     cut = next((cut for cut in table if cut.tokens >= tokens), table[-1])
-    return replace(cut, decodes_first=not is_fp8 and tokens >= DECODES_FIRST_FROM)
+    return replace(cut, decodes_first=tokens >= DECODES_FIRST_FROM)
 
 
 def measured_cut(entries: Iterable[Mapping[str, Any]], layout: FragmentLayout, tokens: int) -> Cut | None:
     """The cut of the next larger M from the entries of one table, or None where no such shape was measured."""
-    shape = {("rows", layout.rows), ("columns", layout.columns)}
+    wanted = _measured_as(layout)
     measured = {
         entry["M"]: Cut(**entry["cut"])
         for entry in entries
-        if shape <= entry["layout"].items()
-        and (entry["layout"]["operand"] == E4M3.name) == (layout.operand == E4M3.name)
+        if _measured_as(FragmentLayout(**entry["layout"])) == wanted
     }
     return at_next_larger(measured, tokens)
+
+
+def _measured_as(layout: FragmentLayout) -> FragmentLayout:
+    """What measurements serve: integers whatever their groups, and both dtypes."""
+    operand = layout.operand if layout.decoding.is_fp8 else ""
+    group = 0 if layout.element == INTEGERS else layout.group
+    return replace(layout, group=group, dtype="", offset=0, has_zero=False, operand=operand)
 
 
 def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> Cut:

@@ -1,13 +1,24 @@
-"""Weight fragments: the prepared layout of 4-bit weights whose tensor-core operand stays in registers.
+"""Weight fragments: the prepared layout of weights of 4 or 8 bits whose tensor-core operand stays in registers.
 
 A unit is 64 output features by 128 input features: codes, then scales, then zero points, in one run of bytes that the
-copy engine moves at once; uint8 [N/64, K/128, bytes]. A thread of a warpgroup finds its share of 64 input features in
-16 bytes, a word for each 16: in the fragment of `wgmma` a thread has two output features of its warp's 16 and four
-input features twice, and since any order of output features will do, the two are neighbours, which the result is then
-stored by. Nibbles i and i + 4 of a word are neighbouring input features, one in each half of a register once masked.
+copy engine moves at once; uint8 [N/64, K/128, bytes]. A thread of a warpgroup finds its share of 64 input features, or
+32 where codes have 8 bits, in 16 bytes, a word or two for each 16 (`fragment_words`): in the fragment of `wgmma` a
+thread has two output features of its warp's 16 and four input features twice, and since any order of output features
+will do, the two are neighbours, which the result is then stored by.
 
-Both axes are padded with weights under scales of zero. Scales of groups longer than 128 features, and of rows, are
-repeated for each 128.
+Both axes are padded with weights under scales of zero, or that are zero. Scales of groups longer than 128 features, and
+of rows, are repeated for each 128.
+
+Codes of 8 bits are bytes, E4M3's or in two's complement. Where one scale holds for a row it is float32 and multiplies
+the result.
+
+E2M1 has scales of a byte, which decoding multiplies in exactly, and float32 scales of output features beside the units:
+
+* NVFP4's E4M3 scales are five bits of exponent over three of mantissa, see `recoded_scales`; numbers are decoded times
+  2**-7, which keeps them within f16.
+* E8M0's exponents count from the tensor's largest for bf16. For `e4m3` they count in binades down from the row's
+  largest, which E4M3 holds together with the number where none that matters lies below 2**-11; a weight with a row
+  where they lie further apart has them outside instead, as bf16.
 """
 
 from __future__ import annotations
@@ -15,31 +26,60 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.operands import integers_in_range, spread
 from fewbit.kernels.linear.written_layout import WrittenLayout
-from fewbit.numerics import QuantizedTensor, decode, effective_scale
-from fewbit.spec.element import E4M3
+from fewbit.spec import granularity
+from fewbit.spec.element import E2M1, E4M3, E8M0, Element
+from fewbit.spec.key import QuantKey
 
 ROWS, DEPTH = 64, 128
-GROUPS = (128, 64, 32)  # input features under one scale, the fewest scales first
-CODE_BYTES = ROWS * DEPTH // 2
+GROUPS = (128, 64, 32)  # input features under one scale of integers, the fewest scales first
+FLOAT_GROUPS = {E4M3: 16, E8M0: 32}  # the same of E2M1, by what its scales are
 MAGIC = {"bf16": 128, "f16": 1024}
 """What an integer in the low mantissa bits of a float counts from."""
 OFFSET = 8  # of signed codes; without zero points the kernel takes it for granted
+INTEGERS, INT8 = "integers", "int8"  # of up to 4 bits, and of up to 8
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a kernel is compiled for: `group`, `has_zero`, `dtype` and `operand` of a `FragmentLayout`."""
+    """What a kernel is compiled for: fields of a `FragmentLayout`."""
 
     group: int
     has_zero: bool
     dtype: str
     operand: str
+    element: str = INTEGERS
+    folds: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether tensor cores multiply E4M3."""
+        return self.operand == E4M3.name
+
+    @property
+    def code_bits(self) -> int:
+        """Of a stored code."""
+        return 8 if self.element in (INT8, E4M3.name) else 4
+
+    @property
+    def scale_width(self) -> int:
+        """Bytes of a stored scale."""
+        if not self.group:
+            return 0
+        return 1 if self.folds else 2
+
+    @property
+    def row_scaled(self) -> bool:
+        """Whether there are scales of output features."""
+        return not self.group or self.element == E2M1.name
+
+    @property
+    def sums_groups(self) -> bool:
+        """Whether sums leave the tensor cores after every group, to be scaled."""
+        return self.is_fp8 and not self.folds
 
 
 @dataclass(frozen=True)
@@ -47,11 +87,13 @@ class FragmentLayout(WrittenLayout):
     """Where the codes, scales and zero points of a weight [rows, columns] lie; see the head of this file.
 
     Attributes:
-        group: input features under one stored scale.
-        dtype: of scales and results, `bf16` or `f16`.
+        group: input features under one stored scale, 0 where there are scales of output features alone.
+        dtype: of results, and of scales that are no bytes, `bf16` or `f16`.
         offset: what is added to an integer before it is stored.
         has_zero: whether zero points are stored, as they are for unsigned codes even if they are all zero.
         operand: what tensor cores multiply: the dtype, or `e4m3`.
+        element: `integers`, `int8`, `e2m1` or `e4m3`.
+        folds: whether scales are bytes that decoding multiplies in, so that all of K is summed in the tensor cores.
     """
 
     rows: int
@@ -61,15 +103,17 @@ class FragmentLayout(WrittenLayout):
     offset: int
     has_zero: bool
     operand: str
+    element: str = INTEGERS
+    folds: bool = False
 
     @property
     def decoding(self) -> Decoding:
-        return Decoding(self.group, self.has_zero, self.dtype, self.operand)
+        return Decoding(self.group, self.has_zero, self.dtype, self.operand, self.element, self.folds)
 
     @property
     def operand_bytes(self) -> int:
         """Bytes of an input feature of x."""
-        return 1 if self.operand == E4M3.name else 2
+        return 1 if self.decoding.is_fp8 else 2
 
     @property
     def units(self) -> int:
@@ -84,23 +128,21 @@ class FragmentLayout(WrittenLayout):
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of a unit, or of its zero points."""
-        return 2 * ROWS * (DEPTH // self.group)
+        return self.decoding.scale_width * ROWS * (DEPTH // (self.group or DEPTH))
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a unit."""
+        return ROWS * DEPTH * self.decoding.code_bits // 8
 
     @property
     def unit_bytes(self) -> int:
-        return CODE_BYTES + self.scale_bytes * (1 + self.has_zero)
+        return self.code_bytes + self.scale_bytes * (1 + self.has_zero)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prepared weight."""
-        return self.units * self.depths * self.unit_bytes
-
-
-_STEPS = (4, 2, 4, 2), (2, 2, 4, 4)
-"""How a thread's 64 input features fall apart: words, runs of 8, columns of threads, pairs; for `e4m3` steps of 32,
-runs of 16, columns of threads, fours."""
-_ORDER = (8, 6, 9, 7), (8, 6, 7, 9)
-"""The same as axes behind unit, warp, thread's row, row of two, depth and half, in the order of bytes."""
+        """Bytes of the prepared weight and its scales of output features."""
+        return self.units * (self.depths * self.unit_bytes + 4 * ROWS * self.decoding.row_scaled)
 
 
 def fragment_layout_of(request: LinearRequest, operand: str | None = None) -> FragmentLayout | None:
@@ -109,100 +151,52 @@ def fragment_layout_of(request: LinearRequest, operand: str | None = None) -> Fr
     Args:
         operand: what tensor cores multiply, `e4m3`, or None for the request's dtype.
     """
-    key, columns = request.key.weight, request.columns
-    element = key.element
-    if not element.is_integer or element.max - element.min > 15 or key.global_scale is not None:
+    key, shape = request.key.weight, (request.rows, request.columns)
+    element = _element(key.element)
+    if request.dtype not in DTYPES or element is None:
         return None
-    if request.dtype not in DTYPES or key.scale.element.name != request.dtype:
+    group = _float_group(key, request, operand) if element == E2M1.name else _group(key, request, element)
+    taken = operand is None or element == E2M1.name or (element == INTEGERS and key.symmetric and key.element.min < 0)
+    if group is None or not taken:
         return None
-    width = min(key.granularity.extents((request.rows, columns))[1], columns)
-    group = next((size for size in GROUPS if width >= columns or (width % size == 0 and columns % size == 0)), None)
-    if group is None:
-        return None
-    signed = element.min < 0
+    signed = element != INTEGERS or key.element.min < 0
+    offset = OFFSET if element == INTEGERS and signed and operand is None else 0
     has_zero = not key.symmetric or not signed
-    if operand is None:
-        return FragmentLayout(
-            request.rows, columns, group, request.dtype, OFFSET if signed else 0, has_zero, request.dtype
-        )
-    return None if has_zero else FragmentLayout(request.rows, columns, group, request.dtype, 0, False, operand)
+    folds = element == E2M1.name
+    return FragmentLayout(*shape, group, request.dtype, offset, has_zero, operand or request.dtype, element, folds)
 
 
-def fragments(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
-    """The prepared weight, uint8 [units, depths, unit_bytes], of a plain record.
-
-    Raises:
-        CheckpointError: a code lies outside the element's range; packed, it would change its neighbours.
-    """
-    dtype = DTYPES[layout.dtype]
-    numbers = integers_in_range(plain)
-    codes = numbers + layout.offset
-    if layout.operand == E4M3.name:
-        codes = torch.where(numbers < 0, OFFSET - 1 - numbers, numbers)  # a sign over the magnitude, less one if set
-    parts = [_codes(codes, layout), _pairs(_over_groups(effective_scale(plain), plain, layout).to(dtype), layout)]
-    if layout.has_zero:
-        parts.append(_pairs(_over_groups(_zeros(plain, layout), plain, layout).to(dtype), layout))
-    return torch.cat(parts, -1).contiguous()
+def _element(element: Element) -> str | None:
+    """Which kind of codes an element has, see `FragmentLayout`; None where kernels take no such element."""
+    if element in (E2M1, E4M3):
+        return element.name
+    if not element.is_integer:
+        return None
+    if element.max - element.min <= 15:
+        return INTEGERS
+    return INT8 if element.min >= -128 and element.max <= 127 else None
 
 
-def _zeros(plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
-    """Zero points in the unit of stored codes, counted from the same number as these, of the shape of scales."""
-    base = float(layout.offset + MAGIC[layout.dtype])
-    if "zero_point" not in plain:
-        return torch.full_like(effective_scale(plain), base)
-    return decode(plain["zero_point"], plain.key.element) + base
+def _float_group(key: QuantKey, request: LinearRequest, operand: str | None) -> int | None:
+    """Input features under a scale of E2M1, None where it or its scales are none that decoding multiplies in."""
+    found = FLOAT_GROUPS.get(key.scale.element)
+    if found is None or key.granularity != granularity.group(found) or request.columns % found or not key.symmetric:
+        return None
+    if key.global_scale is not None and key.global_scale.granularity not in (granularity.TENSOR, granularity.CHANNEL):
+        return None
+    if key.scale.element == E8M0:
+        return found if request.dtype == "bf16" else None
+    return found if operand is None else None
 
 
-def _over_groups(values: Tensor, plain: QuantizedTensor, layout: FragmentLayout) -> Tensor:
-    """[N, K / group], rounded up: one value for each stored scale."""
-    width = plain.key.granularity.extents(plain.shape)[1]
-    if width >= layout.columns:
-        return spread(values, plain, layout.columns).expand(-1, -(-layout.columns // layout.group))
-    return spread(values, plain, layout.group)
-
-
-def _codes(codes: Tensor, layout: FragmentLayout) -> Tensor:
-    """int32 codes [N, K] -> uint8 [units, depths, CODE_BYTES]."""
-    missing = (0, layout.depths * DEPTH - layout.columns, 0, layout.units * ROWS - layout.rows)
-    padded = torch.nn.functional.pad(codes, missing)
-    axes = padded.view(layout.units, 4, 8, 2, layout.depths, 2, *_STEPS[layout.operand == E4M3.name])
-    nibbles = axes.permute(0, 4, 5, 1, 2, *_ORDER[layout.operand == E4M3.name], 3).reshape(-1, 4, 2)
-    pairs = nibbles[..., 0] | nibbles[..., 1] << 4
-    return pairs.to(torch.uint8).view(layout.units, layout.depths, CODE_BYTES)
-
-
-def _pairs(values: Tensor, layout: FragmentLayout) -> Tensor:
-    """16-bit values [N, groups] -> uint8 [units, depths, scale_bytes]."""
-    groups = DEPTH // layout.group
-    missing = (0, layout.depths * groups - values.shape[1], 0, layout.units * ROWS - layout.rows)
-    padded = torch.nn.functional.pad(values, missing).view(layout.units, ROWS, layout.depths, groups)
-    return padded.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(layout.units, layout.depths, -1)
-
-
-def fragment_numbers(weight: Tensor, layout: FragmentLayout) -> Tensor:
-    """The numbers that a prepared weight stands for, float32 [N, K], rounded as the device rounds them, if it does."""
-    codes, scales, zeros = weight.split(
-        [CODE_BYTES, layout.scale_bytes, layout.unit_bytes - CODE_BYTES - layout.scale_bytes], -1
-    )
-    nibbles = torch.stack([codes & 15, codes >> 4], -1)
-    is_fp8 = layout.operand == E4M3.name
-    parts = [_STEPS[is_fp8][axis - 6] for axis in _ORDER[is_fp8]]
-    axes = nibbles.view(layout.units, layout.depths, 2, 4, 8, *parts, 2)
-    back = [5 + _ORDER[is_fp8].index(axis) for axis in (6, 7, 8, 9)]
-    stored = axes.permute(0, 3, 4, 9, 1, 2, *back).reshape(layout.units * ROWS, -1)[: layout.rows, : layout.columns]
-    stored = stored.float()
-    if is_fp8:
-        return torch.where(stored < OFFSET, stored, OFFSET - 1 - stored) * _unpaired(scales, layout)
-    dtype = DTYPES[layout.dtype]
-    zero: Tensor | int = layout.offset
-    if layout.has_zero:
-        zero = _unpaired(zeros, layout) - MAGIC[layout.dtype]
-    return ((stored - zero) * _unpaired(scales, layout)).to(dtype).float()
-
-
-def _unpaired(pairs: Tensor, layout: FragmentLayout) -> Tensor:
-    """uint8 [units, depths, scale_bytes] -> float32 [N, K]."""
-    groups = DEPTH // layout.group
-    values = pairs.contiguous().view(DTYPES[layout.dtype]).view(layout.units, layout.depths, groups, ROWS)
-    wide = values.permute(0, 3, 1, 2).reshape(layout.units * ROWS, -1).float().repeat_interleave(layout.group, 1)
-    return wide[: layout.rows, : layout.columns]
+def _group(key: QuantKey, request: LinearRequest, element: str) -> int | None:
+    """Input features under a stored scale of other elements, None where kernels take no such scales."""
+    if key.global_scale is not None or (element != INTEGERS and not key.symmetric):
+        return None
+    columns = request.columns
+    width = min(key.granularity.extents((request.rows, columns))[1], columns)
+    if element != INTEGERS and width >= columns:
+        return 0
+    if element == E4M3.name or key.scale.element.name != request.dtype:
+        return None
+    return next((size for size in GROUPS if width >= columns or (width % size == 0 and columns % size == 0)), None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from fewbit.kernels.activation.rounding import Rounding
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
+from fewbit.kernels.linear.recoded_scales import FOLDED_GROUP, FOLDED_TOP, folded
 from fewbit.kernels.linear.weight_tiles import group_of
 from fewbit.kernels.linear.written_layout import WrittenLayout
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
@@ -31,11 +32,6 @@ SHORTEST = {"codes": 64, "integer": 32, "e2m1": 32}
 BLOCK = 128
 BLOCKS_APART = 4
 """Blocks along K come in fours; other numbers of them need padding that was not verified."""
-FOLDED_GROUP = 32
-FOLDED_RANGE = 11
-"""E2M1 times a power of two from 1 down to 2**-11 is a normal number of E4M3 with room for six above."""
-FOLDED_TOP = 6
-"""The exponent of a row's largest scale in its codes: six times it is below E4M3's largest number."""
 EXACT_INTEGERS = 16
 """Integers up to here have no more bits than E4M3's four."""
 _FACTORS = {("integer", "int8"): 2.0**-4, ("e2m1", "e4m3"): 2.0**-FOLDED_TOP}
@@ -197,8 +193,8 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         scale = spread(decode(plain["scale"], plain.key.scale.element), plain, layout.group).t().contiguous()
         row_scale = torch.full((layout.rows,), factor, device=codes.device)
         if layout.folds:
-            largest = _largest_scales(plain, scale)
-            scale, row_scale = _offsets(torch.where(scale > largest, 1.0, scale / largest), layout), largest * factor
+            binades, largest = folded(plain)
+            scale, row_scale = _offsets(binades.t().contiguous(), layout), largest * factor
         else:
             scale = scale.to(SCALES[layout.scale_dtype])
         if "global_scale" in plain:
@@ -219,9 +215,9 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
     return tensors | {"weight_sums": sums}
 
 
-def _offsets(scale: Tensor, layout: ProductLayout) -> Tensor:
-    """int32 words [units * offset_words, N] of scales [groups, N] from 1 down: a byte for each group of a unit."""
-    steps = -torch.log2(scale).round().to(torch.int32).clamp(max=FOLDED_RANGE) * 8
+def _offsets(binades: Tensor, layout: ProductLayout) -> Tensor:
+    """int32 words [units * offset_words, N] of [groups, N]: a byte for each group of a unit."""
+    steps = binades * 8
     a_unit = layout.unit // FOLDED_GROUP
     missing = layout.units * a_unit - steps.shape[0]
     padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).view(layout.units, a_unit, layout.rows)
@@ -240,22 +236,6 @@ def _scales_of(words: Tensor, layout: ProductLayout) -> Tensor:
 def _block_scales(scale: Tensor, layout: ProductLayout) -> Tensor:
     """float32 [N / 128, groups] of scales [groups, N] that 128 rows have in common."""
     return scale[:, :: layout.block_rows].t().float().contiguous()
-
-
-def can_fold(plain: QuantizedTensor) -> bool:
-    """Whether the scales of groups of a plain record are near enough to each other, see `ProductLayout.folds`."""
-    scale = decode(plain["scale"], plain.key.scale.element).t()
-    return bool((scale * 2.0**FOLDED_RANGE >= _largest_scales(plain, scale))[_has_numbers(plain)].all())
-
-
-def _largest_scales(plain: QuantizedTensor, scale: Tensor) -> Tensor:
-    """The largest scale [groups, N] of each row, [N], groups of zeros aside."""
-    return torch.where(_has_numbers(plain), scale, 0.0).amax(0).clamp(min=E8M0.smallest_positive)
-
-
-def _has_numbers(plain: QuantizedTensor) -> Tensor:
-    """Whether groups hold anything but zeros, [groups, N]."""
-    return (plain["codes"] & 7).ne(0).view(plain.shape[0], -1, FOLDED_GROUP).any(-1).t()
 
 
 def _stored(plain: QuantizedTensor, layout: ProductLayout) -> Tensor:

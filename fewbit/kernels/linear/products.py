@@ -21,11 +21,11 @@ from fewbit.kernels.linear.code_cuts import CodeCut, code_cut_for
 from fewbit.kernels.linear.obstacles import record_obstacles, require_roles, triton_obstacles
 from fewbit.kernels.linear.product_layout import (
     ProductLayout,
-    can_fold,
     product_layout_of,
     product_numbers,
     product_tensors,
 )
+from fewbit.kernels.linear.recoded_scales import can_fold
 from fewbit.kernels.linear.tile_plans import Plan, fixed_plan, plan_for, rows_at_once
 from fewbit.kernels.linear.vendor_products import vendor_multiplies, vendor_product
 from fewbit.kernels.operations import define

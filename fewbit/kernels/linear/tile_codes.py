@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fewbit.kernels.activation.rounding import covers_rows
 from fewbit.kernels.interface import LinearRequest
-from fewbit.kernels.linear.product_layout import BLOCK, EXACT_INTEGERS, FOLDED_RANGE, FOLDED_TOP, ProductLayout
+from fewbit.kernels.linear.product_layout import BLOCK, EXACT_INTEGERS, ProductLayout
+from fewbit.kernels.linear.recoded_scales import FOLDED_RANGE, FOLDED_TOP
 from fewbit.kernels.linear.vendor_products import vendor_multiplies
 from fewbit.kernels.linear.weight_tiles import TileLayout, of_groups, stored_fields
 from fewbit.spec.element import E4M3, Element

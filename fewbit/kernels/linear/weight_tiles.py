@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.operands import integers_in_range, row_scales, spread
+from fewbit.kernels.linear.recoded_scales import absorbed, e5m3_bits, e5m3_numbers
 from fewbit.kernels.linear.written_layout import WrittenLayout
 from fewbit.numerics import QuantizedTensor, decode, effective_scale
 from fewbit.spec.element import E2M1, E4M3, E5M2, Element
@@ -200,13 +201,13 @@ def tile_tensors(plain: QuantizedTensor, layout: TileLayout) -> dict[str, Tensor
         row_scale = row_scale * _global_scale(plain, layout)
         bits = _scale_bits(plain, layout)
         if layout.scale_kind == "e5m3":
-            stored = _absorb(stored, spread(plain["scale"].float(), plain, layout.group), layout)
+            stored = absorbed(stored, spread(plain["scale"].float(), plain, layout.group), layout.group)
             row_scale = row_scale * 2.0**SCALED_EXPONENT
         if layout.scale_kind == "e8m0":
             largest = int(bits.max()) if bits.numel() else 0
             row_scale = (row_scale.double() * 2.0 ** (largest - 127)).float()
             bits = bits - largest + layout.largest_exponent
-            stored = _absorb(stored, (bits > 0).float(), layout)
+            stored = absorbed(stored, (bits > 0).float(), layout.group)
             bits = bits.clamp(min=1)
         scale_words = _words(bits, layout, layout.scale_bits)
     if layout.has_zero:
@@ -262,23 +263,11 @@ def _scale_bits(plain: QuantizedTensor, layout: TileLayout) -> Tensor:
     if layout.scale_kind == "f32":
         return spread(effective_scale(plain), plain, layout.group).view(torch.int32)
     if layout.scale_kind == "e5m3":
-        return _recoded(spread(plain["scale"].float(), plain, layout.group))
+        return e5m3_bits(spread(plain["scale"].float(), plain, layout.group))
     if layout.scale_kind == "e8m0":
         return spread(plain["scale"].view(torch.uint8), plain, layout.group).int()
     half = {"bf16": torch.bfloat16, "f16": torch.float16}[layout.scale_kind]
     return spread(plain["scale"].to(half), plain, layout.group).view(torch.int16).int() & 0xFFFF
-
-
-def _recoded(scale: Tensor) -> Tensor:
-    """E4M3 numbers -> five exponent bits, the smallest meaning 2**-9, over three mantissa bits; zero becomes 2**-9."""
-    mantissa, exponent = torch.frexp(torch.where(scale == 0, 2.0**-9, scale.abs()))
-    return ((exponent + 8) << 3) + ((mantissa * 2 - 1) * 8).int()
-
-
-def _absorb(stored: Tensor, scale: Tensor, layout: TileLayout) -> Tensor:
-    """Codes with the signs of negative scales and the zeros of scales of zero."""
-    wide = scale.repeat_interleave(layout.group, 1)
-    return torch.where(wide == 0, 0, stored ^ ((wide < 0).int() << 3))
 
 
 def _words(values: Tensor, layout: TileLayout, bits: int) -> Tensor:
@@ -353,4 +342,4 @@ def _scale_numbers(bits: Tensor, layout: TileLayout) -> Tensor:
         return bits.to(torch.int16).contiguous().view(torch.float16).float()
     if layout.scale_kind == "e8m0":
         return torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - layout.largest_exponent)
-    return torch.ldexp(1 + (bits & 7) / 8, (bits >> 3) - 9 - SCALED_EXPONENT)
+    return e5m3_numbers(bits) * 2.0**-SCALED_EXPONENT

@@ -14,6 +14,7 @@ class MxBackend(StrEnum):
     TORCH_SCALED_MM = "torch_scaled_mm"
     FLASHINFER = "flashinfer"
     TRITON = "triton"
+    CUDA = "cuda"
     HUMMING = "humming"
     MARLIN = "marlin"
     B12X = "b12x"
@@ -44,6 +45,7 @@ FAMILY = Family(
             MxBackend.FLASHINFER,
             MxBackend.CUTLASS,
             MxBackend.B12X,
+            MxBackend.CUDA,
             MxBackend.TRITON,
             MxBackend.HUMMING,
             MxBackend.MARLIN,

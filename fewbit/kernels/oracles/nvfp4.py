@@ -17,6 +17,7 @@ class NvFp4Backend(StrEnum):
     CUTLASS = "cutlass"
     B12X = "b12x"
     TRITON = "triton"
+    CUDA = "cuda"
     HUMMING = "humming"
     MARLIN = "marlin"
     AITER = "aiter"
@@ -40,6 +41,7 @@ FAMILY = Family(
             NvFp4Backend.FLASHINFER,
             NvFp4Backend.CUTLASS,
             NvFp4Backend.B12X,
+            NvFp4Backend.CUDA,
             NvFp4Backend.TRITON,
             NvFp4Backend.HUMMING,
             NvFp4Backend.MARLIN,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fewbit.kernels.interface import LinearKernel, LinearRequest
-from fewbit.kernels.linear.fragment_cuts import Cut, cut_for, cut_in
+from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for, cut_in
 from fewbit.kernels.linear.fragment_layout import FragmentLayout, fragment_layout_of
 from fewbit.kernels.registry import linear_kernels
 from fewbit.kernels.tuned.table import Table
@@ -29,31 +29,31 @@ BLOCKS = {
     192: ((2, 1),),
     256: ((2, 1),),
 }
-"""Tokens of a block -> warpgroups and tiles of each; two tiles of sums for E4M3 take twice the registers."""
-MOST_FP8 = {(2, 2): 64, (4, 1): 64, (3, 1): 128, (2, 1): 192, (1, 2): 64}
-MOST_STAGES, FEWEST_STAGES = 16, 3
+"""Tokens of a block -> warpgroups and tiles of each; where groups are summed, two tiles take twice the registers."""
+MOST_OF_GROUPS = {(2, 2): 64, (4, 1): 64, (3, 1): 128, (2, 1): 192, (1, 2): 64}
+MOST_STAGES = 16
 FEW = 32
 """Tokens up to which two blocks have room on a multiprocessor."""
 DECODES_FIRST_FROM = 1024
-_WIDTHS_16, _WIDTHS_FP8 = (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 192)
+_WIDTHS, _WIDTHS_OF_GROUPS = (8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128, 192)
 
 
 def cut_candidates(layout: FragmentLayout, tokens: int) -> Iterator[Cut]:
     """Cuts worth timing for a product of so many rows."""
-    is_fp8 = layout.operand == E4M3.name
-    widths = _WIDTHS_FP8 if is_fp8 else _WIDTHS_16
+    decoding = layout.decoding
+    widths = _WIDTHS_OF_GROUPS if decoding.sums_groups else _WIDTHS
     last = next((index for index, width in enumerate(widths) if width >= tokens), len(widths) - 1)
-    if tokens >= DECODES_FIRST_FROM and not is_fp8:
-        yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True)
+    if tokens >= DECODES_FIRST_FROM:
+        yield Cut(widths[-1], stages=FEWEST_STAGES, decodes_first=True).fitted(layout)
     for width in widths[last - 1 if tokens > 64 else last : last + 1]:
         for warpgroups, tiles in BLOCKS[width]:
-            if is_fp8 and width > MOST_FP8[warpgroups, tiles]:
+            if decoding.sums_groups and width > MOST_OF_GROUPS[warpgroups, tiles]:
                 continue
             base = Cut(width, warpgroups, tiles, MOST_STAGES)
             options = [base]
-            if tokens <= FEW and warpgroups == 2 and not is_fp8:
+            if tokens <= FEW and warpgroups == 2 and not decoding.is_fp8:
                 options.append(replace(base, residents=2, even=False))
-            if width >= FEW and not is_fp8:
+            if width >= FEW and not decoding.is_fp8:
                 options.append(replace(base, step=4))
             fitted = (option.fitted(layout) for option in options)
             yield from (option for option in fitted if option.stages >= FEWEST_STAGES)

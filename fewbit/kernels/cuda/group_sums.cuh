@@ -4,16 +4,6 @@
 constexpr bool AHEAD = false;
 constexpr int PARTS = GROUP / 32;  // products of a group
 
-// Tokens in E4M3: a number below 16 in the bits of E4M3 is that many times 2**-9, which the end makes up for. A code is a
-// sign over the magnitude, less one where the sign is set, so that -8 has a code. Eight codes -> low, then high nibbles.
-__device__ __forceinline__ void decode_e4m3(u32* fragment, u32 codes) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const u32 nibbles = codes >> 4 * i;
-        fragment[i] = (nibbles & 0x07070707) + (nibbles >> 3 & 0x01010101) * 0x81;
-    }
-}
-
 __device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&found)[SUMS], u32 scales) {
     const float scale[2] = {widen(scales & 0xFFFF), widen(scales >> 16)};
 #pragma unroll
@@ -39,11 +29,8 @@ __device__ __forceinline__ void add_stages(const Reader& reader, float (&sums)[T
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
 #pragma unroll
-                for (int s = 0; s < PARTS; s++) {
-                    const int k = (g * PARTS + s) * 2;
-                    decode_e4m3(&fragment[t][s][0], share.codes[t][k]);
-                    decode_e4m3(&fragment[t][s][2], share.codes[t][k + 1]);
-                }
+                for (int s = 0; s < PARTS; s++)
+                    decode(fragment[t][s], &share.codes[t][(g * PARTS + s) * PRODUCT_WORDS], 0, 0, 0);
                 multiply_fence();
 #pragma unroll
                 for (int s = 0; s < PARTS; s++)
