@@ -159,9 +159,12 @@ def run_once(layer: Layer, ladder: Sequence[int], name: str, is_rival: bool) -> 
 
 
 def other_ways(kernel: LinearKernel, calls: Any, ladder: Sequence[int], tokens: int) -> Iterator[int]:
-    """Meanwhile the kernel runs as at the next smaller or larger number of rows, where that is another way."""
+    """Meanwhile the kernel runs as at each of the next two larger numbers of rows, where that is another way.
+
+    A way for more rows serves fewer as well; one for fewer need not have room for more.
+    """
     place = list(ladder).index(tokens)
-    for other in [*ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2]]:
+    for other in ladder[place + 1 : place + 3]:
         if kernel.name != HUMMING and _ways(calls[0], tokens) != _ways(calls[0], other):
             with _as_at(other, []):
                 yield other

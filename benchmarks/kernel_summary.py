@@ -173,7 +173,7 @@ def choices(cells: Sequence[Cell]) -> Iterator[str]:
     good = sum(cell.own <= WITHIN * us for cell, us in others)
     yield (
         f"within 5 % of the fastest way that reads the layout: {len(cells) - len(others) + good} of {len(cells)} "
-        f"products, {good} of the {len(others)} that the neighbouring numbers of rows have another way for"
+        f"products, {good} of the {len(others)} that more rows have another way for"
     )
     for cell, us in others:
         if cell.own > WITHIN * us:

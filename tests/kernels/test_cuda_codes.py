@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,12 +15,13 @@ from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.code_cuts import FEW, TALLEST, CodeCut, block_rows, code_cut_by_rule, code_cut_for, group_cut
 from fewbit.kernels.linear.cuda_fp8 import CudaFp8
 from fewbit.kernels.linear.cuda_int8 import CudaInt8
-from fewbit.kernels.linear.product_layout import ProductLayout
+from fewbit.kernels.linear.product_layout import ProductLayout, product_layout_of, product_numbers, product_tensors
 from fewbit.kernels.linear.tile_plans import MULTIPROCESSORS
 from fewbit.kernels.tuned.code_cuts import code_cut_candidates
+from fewbit.packing.registry import unpack_record
 from fewbit.spec import DEVICES
 from tests.kernels.cuda_sources import asked, fields_of_problem
-from tests.kernels.layers import KEYS
+from tests.kernels.layers import KEYS, layer
 
 H200 = DEVICES["sm90"].with_software("cuda-core", "triton")
 
@@ -119,6 +121,18 @@ def test_the_work_is_shared_out_evenly() -> None:
     ranges = _Grid.of(CodeCut(128, 192, warpgroups=2, cluster=2, shares_weight=True, whole=False), 256, layout, 66)
     assert (ranges.parts, ranges.divides) == (1, True)
     assert ranges.clusters * -(-ranges.tiles * ranges.depths // ranges.clusters) >= ranges.tiles * ranges.depths
+
+
+@pytest.mark.parametrize("name", ["W8A8 asym", "W8A8 asym static", "W8A8 asym unsigned", "W4A8 channel"])
+def test_sums_of_rows_are_whole_numbers_that_zero_points_cancel_against(name: str) -> None:
+    record = layer(KEYS[name], 48, 96)
+    layout = product_layout_of(LinearRequest.of(record, KEYS[name]), "int8")
+    assert layout is not None
+    tensors = product_tensors(unpack_record(record), layout, True)
+    sums = tensors["weight_sums"]
+    assert torch.equal(sums, sums.round())
+    ones = product_numbers(tensors, layout).double().sum(1)
+    assert torch.allclose(sums.double() * tensors["row_scale"], ones, rtol=1e-6, atol=1e-6)
 
 
 def test_sources_and_their_macros_go_with_each_other() -> None:

@@ -99,13 +99,13 @@ struct Tokens {
 __device__ __forceinline__ u32 finished(const Sum* sums, const float* factors, int column, float scale, float zero) {
     const float2 by = *reinterpret_cast<const float2*>(factors + column);
     const float2 bias = *reinterpret_cast<const float2*>(factors + ROWS + column);
-    float low = (float)sums[0] * by.x, high = (float)sums[1] * by.y;
-    if (ZEROS) {
+    float low = (float)sums[0], high = (float)sums[1];
+    if (ZEROS) {  // products rounded as sums were, so that a token of zeros gives zeros
         const float2 of_zero = *reinterpret_cast<const float2*>(factors + 2 * ROWS + column);
-        // Rounded as products each, so that a token of zeros gives zeros.
-        low = __fsub_rn(__fmul_rn((float)sums[0], by.x), __fmul_rn(of_zero.x, zero));
-        high = __fsub_rn(__fmul_rn((float)sums[1], by.y), __fmul_rn(of_zero.y, zero));
+        low = __fsub_rn(low, __fmul_rn(of_zero.x, zero));
+        high = __fsub_rn(high, __fmul_rn(of_zero.y, zero));
     }
+    low *= by.x, high *= by.y;
     return round_pair(low * scale + bias.x, high * scale + bias.y);
 }
 

@@ -32,7 +32,7 @@ typedef float Sum;
 struct Problem {
     u16* out;                          // [M, stride], of which N columns count
     const float* row_scale;            // [N]
-    const float* weight_sums;          // [N] where tokens have zero points
+    const float* weight_sums;          // [N] where tokens have zero points, before `row_scale`
     const unsigned char* group_scale;  // [groups, N] where sums of groups are scaled
     const u16* bias;                   // [N] or null
     const float* x_scale;              // [M] or []

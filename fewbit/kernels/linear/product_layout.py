@@ -180,8 +180,9 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         with_sums: whether activations have zero points, for which sums of rows are needed.
 
     Returns:
-        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty, and
-        `block_scale` float32 where torch has a product for scales in blocks.
+        `weight`, `scale` (empty for scales of rows), `row_scale` float32 [N], `weight_sums` float32 [N] or empty, what
+        a row of ones gives before `row_scale` (a whole number where no scale of a group lies between, so that a token
+        of zeros gives zeros), and `block_scale` float32 where torch has a product for scales in blocks.
 
     Raises:
         CheckpointError: a code lies outside the element's range.
@@ -205,7 +206,12 @@ def product_tensors(plain: QuantizedTensor, layout: ProductLayout, with_sums: bo
         tensors["block_scale"] = _block_scales(scale, layout)
     sums = torch.empty(0, device=codes.device)
     if with_sums:
-        sums = (decode(codes, plain.key.element) * spread(effective_scale(plain), plain, 1)).double().sum(1).float()
+        numbers = decode(codes, plain.key.element)
+        if layout.group:
+            numbers, units = numbers * spread(effective_scale(plain), plain, 1), row_scale.double()
+        else:
+            units = factor
+        sums = (numbers.double().sum(1) / units).float()
     return tensors | {"weight_sums": sums}
 
 

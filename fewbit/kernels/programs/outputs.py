@@ -41,15 +41,16 @@ def finish(
 
     Args:
         X_SCALES: `tokens` or `one` where x counts in units of scales, else `none`.
-        X_ZEROS: the same for codes of zero that were not taken from x; `weight_sums` holds the sum of each row of W.
+        X_ZEROS: the same for codes of zero that were not taken from x; `weight_sums` holds the sum of each row of W,
+            before `row_scale`.
     """
-    total = total * tl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
     if X_ZEROS != "none":
         sums = tl.load(weight_sums + n, mask=n < N, other=0.0)[:, None]
         if X_ZEROS == "tokens":
             total -= sums * tl.load(x_zero + m, mask=m < M, other=0.0)[None, :]
         else:
             total -= sums * tl.load(x_zero)
+    total = total * tl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
     if X_SCALES == "tokens":
         total = total * tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
     if X_SCALES == "one":
