@@ -127,5 +127,5 @@ def test_more_rows_than_a_cut_has_room_for_are_refused() -> None:
     layout = FragmentLayout(64, 128, 128, "bf16", 8, False, "bf16")
     cut = row_cut_by_rule(layout, 1)
     assert cut is not None
-    with pytest.raises(KernelError, match="1 row"):
+    with pytest.raises(KernelError, match="for 1 rows"):
         few_rows.multiply(torch.zeros(2, 128).bfloat16(), torch.zeros(1, dtype=torch.uint8), None, layout, cut)
