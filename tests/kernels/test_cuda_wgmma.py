@@ -15,7 +15,7 @@ from fewbit.kernels.cuda.compiler import read_entry, write_entry
 from fewbit.kernels.cuda.products import Problem, decoding_files, macros_of, product_files
 from fewbit.kernels.interface import LinearRequest
 from fewbit.kernels.linear.cuda_wgmma import CudaWgmma
-from fewbit.kernels.linear.cuda_wgmma_fp8 import CudaWgmmaFp8
+from fewbit.kernels.linear.cuda_wgmma_fp8 import INTEGERS_COUNT, CudaWgmmaFp8, scales_of_codes
 from fewbit.kernels.linear.fragment_cuts import FEWEST_STAGES, Cut, cut_for
 from fewbit.kernels.linear.fragment_layout import (
     DEPTH,
@@ -107,6 +107,11 @@ def test_scales_of_groups_are_read_back_for_torch() -> None:
     assert layout is not None
     weight = fragment_tensors(record, layout)["weight"]
     assert torch.equal(group_scales(weight, layout), record["scale"].t())
+    scales = scales_of_codes(weight, None, layout)
+    assert scales["row_scale"].shape == (200,), "compiled products read one for each output feature"
+    integers = (record["codes"].float() / INTEGERS_COUNT).t()
+    numbers = integers * scales["scale"].float().repeat_interleave(128, 0) * scales["row_scale"]
+    assert torch.equal(numbers.t(), dequantize(record).float())
 
 
 def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:

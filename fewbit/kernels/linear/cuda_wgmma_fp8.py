@@ -131,18 +131,18 @@ def _multiply(
     )
     with torch.cuda.device(codes.device):  # the driver launches where the current device is
         if cut.decodes_first and vendor_multiplies(of_codes):
-            tensors = {"weight": products.decode(weight, layout)} | _scales(weight, row_scale, layout)
+            tensors = {"weight": products.decode(weight, layout)} | scales_of_codes(weight, row_scale, layout)
             return vendor_product(codes, scale, tensors, bias, of_codes, DTYPES[layout.dtype])
         return products.multiply(codes, weight, flags, bias, layout, cut, scale, row_scale)
 
 
-def _scales(weight: Tensor, row_scale: Tensor | None, layout: FragmentLayout) -> dict[str, Tensor]:
-    """What multiplies codes, as torch's products take it."""
+def scales_of_codes(weight: Tensor, row_scale: Tensor | None, layout: FragmentLayout) -> dict[str, Tensor]:
+    """What multiplies codes, as `product_tensors` has it."""
     if row_scale is not None:
         return {"row_scale": row_scale[: layout.rows]}
     return {
         "scale": group_scales(weight, layout),
-        "row_scale": weight.new_full((), INTEGERS_COUNT, dtype=torch.float32),
+        "row_scale": weight.new_full((layout.rows,), INTEGERS_COUNT, dtype=torch.float32),
     }
 
 

@@ -52,7 +52,12 @@ def vendor_product(
     codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] of codes [M, K] with their scales, see `programs.activations.quantized`."""
+    """y [M, N] of codes [M, K] with their scales, see `programs.activations.quantized`.
+
+    Args:
+        tensors: `weight` of codes, `row_scale` [N] and `scale` or `block_scale` as `product_tensors` has them.
+    """
+    assert tensors["row_scale"].shape == (layout.rows,), "compiled products read a scale for each output feature"
     if not layout.group:
         return _of_rows(codes, x_scale, tensors, bias, dtype)
     if compiles_groups(layout, codes.device):
