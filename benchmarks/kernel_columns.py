@@ -7,6 +7,7 @@ it is timed with. Activation quantization is inside, but for figures named `_pro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from fewbit.spec.key import LinearKey
 from fewbit.spec.presets import PRESETS
 
 BF16, HUMMING = "bf16", "humming"
-MANY_ROWS = 512
+MANY_ROWS = 1024
+SETTLED_S = 0.25
+"""After which the clock is up again that a column of many rows took down."""
 PRODUCT_ALONE = ("FP8_DYNAMIC", "W8A8")
 """Schemes whose rivals multiply codes that another kernel made."""
 TOLERANCE = {"keeps": 0.02, "drops": 0.01}
@@ -72,6 +75,8 @@ class Layer:
 
 def _time_us(layer: Layer, tokens: int, calls: Sequence[Call]) -> float:
     """Median microseconds of a call; of long ones few are enough, whose results fill the cache as well."""
+    if tokens >= MANY_ROWS:
+        time.sleep(SETTLED_S)
     many = len(calls) if tokens < MANY_ROWS else FEWEST_COPIES
     return call_time_us(calls[:many], layer.device)
 
