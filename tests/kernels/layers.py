@@ -154,13 +154,17 @@ def admits(kernel: LinearKernel, request: LinearRequest, device: str) -> bool:
     return kernel.refuse(request, this_machine(device)) is None
 
 
-def assert_close(found: Tensor, wanted: Tensor, dtype: str) -> None:
-    """Every number within the dtype's tolerance of the largest one in its row."""
+FP8_SUMS = 5e-3
+"""Of the largest number in a row, where tensor cores sum E4M3: every 32 products they cut sums off after some 14 bits."""
+
+
+def assert_close(found: Tensor, wanted: Tensor, dtype: str, least: float = 0.0) -> None:
+    """Every number within the dtype's tolerance, or `least` if that is more, of the largest one in its row."""
     if wanted.numel() == 0:
         return
     largest = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error = ((found.double() - wanted).abs() / largest).max().item()
-    assert error <= TOLERANCE[dtype], f"off by {error:.2e} of the largest number in a row"
+    assert error <= max(TOLERANCE[dtype], least), f"off by {error:.2e} of the largest number in a row"
 
 
 def cpu_multiplies_fp8_by_rows() -> bool:

@@ -27,7 +27,7 @@ from fewbit.kernels.linear.obstacles import require_roles
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.products import static_tensors
 from fewbit.kernels.linear.recoded_scales import can_fold
-from fewbit.kernels.linear.vendor_products import vendor_multiplies, vendor_product
+from fewbit.kernels.linear.vendor_products import of_blocks, vendor_multiplies, vendor_product
 from fewbit.kernels.operations import define
 from fewbit.kernels.probe import device_name
 from fewbit.numerics import QuantizedTensor, dequantize
@@ -132,7 +132,9 @@ def _multiply(
     with torch.cuda.device(codes.device):  # the driver launches where the current device is
         if cut.decodes_first and vendor_multiplies(of_codes):
             tensors = {"weight": products.decode(weight, layout)} | scales_of_codes(weight, row_scale, layout)
-            return vendor_product(codes, scale, tensors, bias, of_codes, DTYPES[layout.dtype])
+            # Of groups cuBLAS's is the one that was compared with the reference on these operands.
+            product = vendor_product if layout.folds else of_blocks
+            return product(codes, scale, tensors, bias, of_codes, DTYPES[layout.dtype])
         return products.multiply(codes, weight, flags, bias, layout, cut, scale, row_scale)
 
 

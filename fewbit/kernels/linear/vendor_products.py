@@ -62,8 +62,7 @@ def vendor_product(
         return _of_rows(codes, x_scale, tensors, bias, dtype)
     if compiles_groups(layout, codes.device):
         return _of_groups(codes, x_scale, tensors, bias, layout, dtype)
-    product = _of_blocks(codes, x_scale, tensors, layout, dtype)
-    return product if bias is None else product.add_(bias)
+    return of_blocks(codes, x_scale, tensors, bias, layout, dtype)
 
 
 @cache
@@ -103,10 +102,11 @@ def _of_rows(
     return product if bias is None or fused is not None else product.add_(bias)
 
 
-def _of_blocks(
-    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], layout: ProductLayout, dtype: torch.dtype
-) -> Tensor:
-    """Scales of x lie along M first, those of groups along N, those of blocks along K."""
+def of_blocks(
+    codes: Tensor, x_scale: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, layout: ProductLayout,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`vendor_product` of blocks and groups by cuBLAS, which takes scales of x along M first, of groups along N."""
     kinds, tokens = torch.nn.functional.ScalingType, codes.shape[0]
     missing = -tokens % ROW_QUANTUM
     if not layout.x_group:
@@ -121,4 +121,5 @@ def _of_blocks(
     product = torch.nn.functional.scaled_mm(
         codes, tensors["weight"].t(), x_scale.contiguous().t(), kinds.BlockWise1x128, scale, kind, output_dtype=dtype
     )
-    return product[:tokens]
+    product = product[:tokens]
+    return product if bias is None else product.add_(bias)
