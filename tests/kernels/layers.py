@@ -155,7 +155,7 @@ def admits(kernel: LinearKernel, request: LinearRequest, device: str) -> bool:
 
 
 FP8_SUMS = 5e-3
-"""Of the largest number in a row, where tensor cores sum E4M3: every 32 products they cut sums off after some 14 bits."""
+"""The same where tensor cores sum E4M3: every 32 products they cut sums off after some 14 bits."""
 
 
 def assert_close(found: Tensor, wanted: Tensor, dtype: str, least: float = 0.0) -> None:
