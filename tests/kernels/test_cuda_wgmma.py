@@ -119,6 +119,18 @@ def _words(record: QuantizedTensor, layout: FragmentLayout) -> torch.Tensor:
     return fragment_tensors(record, layout)["weight"][..., : layout.code_bytes].contiguous().view(torch.int32)
 
 
+def _place(data: st.DataObject, layout: FragmentLayout) -> tuple[int, ...]:
+    """Unit, depth, warp, lane, step of 16 input features, register and half of it: a place in the left operand."""
+    lasts = (layout.units - 1, layout.depths - 1, 3, 31, 7, 3, 1)
+    return tuple(data.draw(st.integers(0, last)) for last in lasts)
+
+
+def _number_at(unit: int, depth: int, warp: int, lane: int, step: int, register: int, half: int) -> tuple[int, int]:
+    """The output feature and the input feature of the number at a place."""
+    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
+    return row, depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+
+
 @given(st.data())
 def test_a_thread_decodes_its_share_of_the_left_operand_to_e4m3(data: st.DataObject) -> None:
     """By the register layout of 8-bit `wgmma`, with the arithmetic of `decode_e4m3`."""
@@ -147,13 +159,10 @@ def test_a_thread_finds_its_share_of_the_left_operand(data: st.DataObject) -> No
     layout = fragment_layout_of(LinearRequest.of(record, KEYS["W4A16 channel"]))
     assert layout is not None
     words = _words(record, layout)
-    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
-    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
-    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    unit, depth, warp, lane, step, register, half = _place(data, layout)
     word = int(words[unit, depth, step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
     found = word >> (4 * register) >> (16 * half) & 15
-    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
-    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    row, column = _number_at(unit, depth, warp, lane, step, register, half)
     inside = row < rows and column < columns
     assert found == (int(record["codes"][row, column]) + 8 if inside else 0)
 
@@ -171,9 +180,7 @@ def test_a_thread_decodes_its_share_of_e2m1(data: st.DataObject) -> None:
     layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
     assert layout is not None
     tensors = fragment_tensors(record, layout)
-    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
-    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
-    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    unit, depth, warp, lane, step, register, half = _place(data, layout)
     words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
     word = int(words[step // 4 * 512 + (warp * 32 + lane) * 4 + step % 4]) & 0xFFFFFFFF
     if register == 3:
@@ -185,8 +192,7 @@ def test_a_thread_decodes_its_share_of_e2m1(data: st.DataObject) -> None:
     pair = scales >> (8 - shift) if group % 2 else scales << shift
     scale = pair >> 16 * (register % 2) & (0xFF << shift) | base
     number, factor = _bf16(placed >> 16 * half & 0xFFFF, scale)
-    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
-    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    row, column = _number_at(unit, depth, warp, lane, step, register, half)
     inside = row < rows and column < columns
     wanted = dequantize(record)[row, column].item() if inside else 0.0
     assert number * factor * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
@@ -201,9 +207,7 @@ def test_a_thread_decodes_its_share_of_bytes(data: st.DataObject) -> None:
     layout = fragment_layout_of(LinearRequest.of(record, KEYS[name]))
     assert layout is not None
     tensors = fragment_tensors(record, layout)
-    unit, depth = (data.draw(st.integers(0, count - 1)) for count in (layout.units, layout.depths))
-    warp, lane, step = (data.draw(st.integers(0, last)) for last in (3, 31, 7))
-    register, half = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))
+    unit, depth, warp, lane, step, register, half = _place(data, layout)
     words = tensors["weight"][unit, depth].contiguous().view(torch.int32)
     word = int(words[step // 2 * 512 + (warp * 32 + lane) * 4 + step % 2 * 2 + register // 2]) & 0xFFFFFFFF
     if layout.element == "int8":
@@ -214,8 +218,7 @@ def test_a_thread_decodes_its_share_of_bytes(data: st.DataObject) -> None:
         sign, magnitude = (word, word >> 4) if register % 2 else (word << 8, word << 4)
         number, count = _bf16((sign >> 16 * half) & 0x8000 | (magnitude >> 16 * half) & 0x07F0, 0x7B80)
         number = number * count
-    row = unit * ROWS + warp * 16 + lane // 4 * 2 + register % 2
-    column = depth * DEPTH + step * 16 + register // 2 * 8 + lane % 4 * 2 + half
+    row, column = _number_at(unit, depth, warp, lane, step, register, half)
     wanted = dequantize(record)[row, column].item() if row < rows and column < columns else 0.0
     assert number * tensors["row_scale"][row].item() == pytest.approx(wanted, rel=1e-6)
 
