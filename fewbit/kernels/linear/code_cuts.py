@@ -10,7 +10,7 @@ from typing import Any
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.tile_plans import MULTIPROCESSORS
 from fewbit.kernels.tuned.choice import Chosen
-from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
+from fewbit.kernels.tuned.table import Table, at_next_larger, first_measured
 
 WARPGROUP, WARP = 128, 32
 SHARED_BYTES = 232448  # that a block may have on compute capability 9.0
@@ -166,8 +166,8 @@ def code_cut_in(table: Table, layout: ProductLayout, tokens: int) -> CodeCut:
 @cache
 def code_cut_by_table(layout: ProductLayout, tokens: int, device: str) -> CodeCut:
     """The cut that was fastest on the device at the next larger M, or the one by rule."""
-    found = (measured_code_cut(table.code_cuts, layout, tokens) for table in tables_of(device))
-    return next((cut for cut in found if cut is not None), None) or code_cut_by_rule(layout, tokens)
+    found = first_measured(device, lambda table: measured_code_cut(table.code_cuts, layout, tokens))
+    return found or code_cut_by_rule(layout, tokens)
 
 
 code_cut_for: Chosen[ProductLayout, CodeCut] = Chosen(code_cut_by_table)

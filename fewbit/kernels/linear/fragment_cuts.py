@@ -10,7 +10,7 @@ from typing import Any
 from fewbit.kernels.linear.fragment_layout import DEPTH, INTEGERS, FragmentLayout
 from fewbit.kernels.linear.row_cuts import RowCut, row_cut_by_rule
 from fewbit.kernels.tuned.choice import Chosen
-from fewbit.kernels.tuned.table import Table, at_next_larger, tables_of
+from fewbit.kernels.tuned.table import Table, at_next_larger, first_measured
 
 WARPGROUP = 128
 SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0, of which each block takes RESERVED_BYTES more
@@ -174,8 +174,8 @@ def cut_in(table: Table, layout: FragmentLayout, tokens: int) -> AnyCut:
 @cache
 def cut_by_table(layout: FragmentLayout, tokens: int, device: str) -> AnyCut:
     """The cut that was fastest on the device at the next larger M, or the one by rule."""
-    found = (measured_cut(table.cuts, layout, tokens) for table in tables_of(device))
-    return next((cut for cut in found if cut is not None), None) or cut_by_rule(layout, tokens)
+    found = first_measured(device, lambda table: measured_cut(table.cuts, layout, tokens))
+    return found or cut_by_rule(layout, tokens)
 
 
 cut_for: Chosen[FragmentLayout, AnyCut] = Chosen(cut_by_table)

@@ -10,7 +10,7 @@ from typing import Any
 from fewbit.kernels.linear.product_layout import ProductLayout
 from fewbit.kernels.linear.weight_tiles import TILE_ROWS, TileLayout
 from fewbit.kernels.tuned.choice import Chosen
-from fewbit.kernels.tuned.table import at_next_larger, tables_of
+from fewbit.kernels.tuned.table import at_next_larger, first_measured
 
 MULTIPROCESSORS = 132  # where nothing was measured, products are cut for a device of this size
 DECODES_FIRST_FROM = 257
@@ -73,8 +73,8 @@ def plan_by_table(layout: WeightLayout, tokens: int, device: str) -> Plan:
 
     A layout that was not measured takes the plans of one of the same shape, width and, if possible, kind.
     """
-    found = (measured_plan(table.plans, layout, tokens) for table in tables_of(device))
-    return next((plan for plan in found if plan is not None), None) or plan_by_rule(layout, tokens)
+    found = first_measured(device, lambda table: measured_plan(table.plans, layout, tokens))
+    return found or plan_by_rule(layout, tokens)
 
 
 def measured_plan(entries: Iterable[Mapping[str, Any]], layout: WeightLayout, tokens: int) -> Plan | None:

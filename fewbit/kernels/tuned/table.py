@@ -9,7 +9,7 @@ A table serves a device of the same name under the same major and minor versions
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -142,6 +142,11 @@ def at_next_larger(measured: Mapping[int, Way], tokens: int) -> Way | None:
     """What was measured at the next larger number of rows, else at the largest; None where nothing was."""
     rows = _ceiling(measured, tokens)
     return measured[max(measured) if rows is None else rows] if measured else None
+
+
+def first_measured(device: str, find: Callable[[Table], Way | None]) -> Way | None:
+    """What `find` finds in the first of the device's tables that holds it."""
+    return next((way for way in map(find, tables_of(device)) if way is not None), None)
 
 
 def user_folder() -> Path:
