@@ -7,13 +7,15 @@ both axes are padded with zeros.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fewbit.kernels.activation.rounding import Rounding, rounding_obstacles
-from fewbit.kernels.interface import LinearRequest, Prepared
+from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
 from fewbit.kernels.linear.obstacles import capability_obstacles, record_obstacles, require_roles, triton_obstacles
 from fewbit.kernels.linear.products import static_tensors
 from fewbit.numerics import QuantizedTensor, decode, dequantize
@@ -34,28 +36,52 @@ Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, torc
 """Codes of x and of the weight, their scales in blocks as bytes, the weight's global scale, x's, dtype -> product."""
 
 
-def prepared(record: QuantizedTensor, request: LinearRequest) -> Prepared:
-    """`weight` is [N, K / 2] pairs of E2M1 codes, the first in the lower half, or E4M3 [N, K]; `scale` its bytes."""
-    require_roles(record, request)
-    activation = request.key.activation
-    assert activation is not None, "the request was refused"
-    plain = unpack_record(record)
-    codes = plain["codes"].contiguous()
-    if request.key.weight.element == E2M1:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    one = torch.ones((), device=codes.device)
-    global_scale = plain["global_scale"].float().reshape(()) if "global_scale" in plain else one
-    scale = in_blocks(plain["scale"].view(torch.uint8))
-    tensors = {"weight": codes, "scale": scale, "global_scale": global_scale, **static_tensors(plain, activation)}
-    return Prepared(tensors, {"activation": str(activation)})
+class BlockScaledKernel(LinearKernel):
+    """What kernels of such products share: all but their obstacles and their operation."""
+
+    untested: ClassVar[str] = "this kernel has never run on such a device; disable it where results look wrong"
+
+    @abstractmethod
+    def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        """What keeps a layer from the product."""
+
+    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
+        return Refusal.first(self._obstacles(request, hardware))
+
+    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
+        """See the contract. `weight` is [N, K / 2] pairs of E2M1 codes, the first in the lower half, or E4M3 [N, K]."""
+        require_roles(record, request)
+        activation = request.key.activation
+        assert activation is not None, "the request was refused"
+        plain = unpack_record(record)
+        codes = plain["codes"].contiguous()
+        if request.key.weight.element == E2M1:
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        one = torch.ones((), device=codes.device)
+        global_scale = plain["global_scale"].float().reshape(()) if "global_scale" in plain else one
+        scale = in_blocks(plain["scale"].view(torch.uint8))
+        tensors = {"weight": codes, "scale": scale, "global_scale": global_scale, **static_tensors(plain, activation)}
+        return Prepared(tensors, {"activation": str(activation)})
+
+    def prepared_bytes(self, request: LinearRequest) -> int:
+        size = GROUPS.get((request.key.weight.element, request.key.weight.scale.element), 16)
+        rows, groups = -(-request.rows // SCALE_ROWS), -(-request.columns // (size * SCALE_GROUPS))
+        codes = request.rows * request.columns * request.key.weight.element.bits // 8
+        return codes + rows * groups * SCALE_ROWS * SCALE_GROUPS
 
 
-def prepared_bytes(request: LinearRequest) -> int:
-    """Bytes of `weight` and `scale`."""
-    size = GROUPS.get((request.key.weight.element, request.key.weight.scale.element), 16)
-    rows, groups = -(-request.rows // SCALE_ROWS), -(-request.columns // (size * SCALE_GROUPS))
-    codes = request.rows * request.columns * request.key.weight.element.bits // 8
-    return codes + rows * groups * SCALE_ROWS * SCALE_GROUPS
+def operands(x: Tensor, prepared: Prepared, bias: Tensor | None) -> tuple[Tensor | str | None, ...]:
+    """What operations of such products take first, in the order of `linear`."""
+    tensors = prepared.tensors
+    return (
+        x, tensors["weight"], tensors["scale"], tensors["global_scale"], tensors.get("input_global_scale"), bias,
+        prepared.constants["activation"],
+    )  # fmt: skip
+
+
+def fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    """The shape of what such operations give."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def block_scaled_obstacles(
@@ -112,7 +138,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """x [*, K] rounded to its key, times the weight: by `multiply` on CUDA, by the definition elsewhere."""
     if x.numel() == 0:
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
+        return fake(x, weight)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if flat.is_cuda:
         codes, ordered = _rounded(flat, input_global_scale, activation)

@@ -16,20 +16,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.interface import LinearRequest, Prepared
 from fewbit.kernels.linear.block_scaled import (
     GROUPS,
     MXFP4,
     MXFP8,
     NVFP4,
     SCALE_ROWS,
+    BlockScaledKernel,
     block_scaled_obstacles,
+    fake,
     linear,
-    prepared,
-    prepared_bytes,
+    operands,
 )
 from fewbit.kernels.operations import define
-from fewbit.numerics import QuantizedTensor
 from fewbit.spec.element import Element
 from fewbit.spec.hardware import Hardware
 
@@ -38,7 +38,7 @@ QUANTA = {"N": 64, "K": 128}  # the most that any of the products asks for
 LEAST = 128  # outputs of smaller products of MXFP8 can be wrong, which FlashInfer says and refuses
 
 
-class _FlashInfer(LinearKernel):
+class _FlashInfer(BlockScaledKernel):
     """What the kernels below share.
 
     Attributes:
@@ -48,14 +48,10 @@ class _FlashInfer(LinearKernel):
     """
 
     backend: ClassVar[str] = "flashinfer"
-    untested: ClassVar[str] = "this kernel has never run on such a device; disable it where results look wrong"
     product: ClassVar[str]
     kinds: ClassVar[tuple[tuple[Element, Element], ...]] = (NVFP4, MXFP8)
     lowest: ClassVar[int] = 100
     highest: ClassVar[int] = 1 << 30
-
-    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(self._obstacles(request, hardware))
 
     def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
         yield from block_scaled_obstacles(request, hardware, self.kinds, QUANTA)
@@ -70,18 +66,8 @@ class _FlashInfer(LinearKernel):
         if request.batch_invariant:
             yield "the same bits at every M are asked for, and FlashInfer chooses its product by M"
 
-    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
-        return prepared(record, request)
-
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-        tensors = prepared.tensors
-        return _operation(
-            x, tensors["weight"], tensors["scale"], tensors["global_scale"], tensors.get("input_global_scale"), bias,
-            prepared.constants["activation"], self.product,
-        )  # fmt: skip
-
-    def prepared_bytes(self, request: LinearRequest) -> int:
-        return prepared_bytes(request)
+        return _operation(*operands(x, prepared, bias), self.product)
 
 
 class FlashInfer(_FlashInfer):
@@ -154,13 +140,9 @@ def _rows(scale: Tensor, codes: Tensor) -> Tensor:
     return scale.view(-(-codes.shape[0] // SCALE_ROWS) * SCALE_ROWS, -1)
 
 
-def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 _operation = define(
     "linear_flashinfer(Tensor x, Tensor weight, Tensor scale, Tensor global_scale, Tensor? input_global_scale, "
     "Tensor? bias, str activation, str product) -> Tensor",
     _linear,
-    _fake,
+    fake,
 )

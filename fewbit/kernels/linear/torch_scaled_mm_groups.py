@@ -14,50 +14,35 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewbit.kernels.interface import LinearKernel, LinearRequest, Prepared, Refusal
+from fewbit.kernels.interface import LinearRequest, Prepared
 from fewbit.kernels.linear.block_scaled import (
     MXFP8,
     NVFP4,
+    BlockScaledKernel,
     block_scaled_obstacles,
+    fake,
     linear,
-    prepared,
-    prepared_bytes,
+    operands,
 )
 from fewbit.kernels.linear.obstacles import cublas_obstacles
 from fewbit.kernels.operations import define
-from fewbit.numerics import QuantizedTensor
 from fewbit.spec.hardware import Hardware
 
 QUANTA = {"N": 16, "K": 32}
 
 
-class TorchScaledMmGroups(LinearKernel):
+class TorchScaledMmGroups(BlockScaledKernel):
     """See the head of this file."""
 
     name: ClassVar[str] = "torch_scaled_mm_groups"
     backend: ClassVar[str] = "torch_scaled_mm"
-    untested: ClassVar[str] = "this kernel has never run on such a device; disable it where results look wrong"
 
-    def refuse(self, request: LinearRequest, hardware: Hardware) -> Refusal | None:
-        return Refusal.first(_obstacles(request, hardware))
-
-    def prepare(self, record: QuantizedTensor, request: LinearRequest) -> Prepared:
-        return prepared(record, request)
+    def _obstacles(self, request: LinearRequest, hardware: Hardware) -> Iterator[str]:
+        yield from block_scaled_obstacles(request, hardware, (NVFP4, MXFP8), QUANTA)
+        yield from cublas_obstacles(request)
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-        tensors = prepared.tensors
-        return _operation(
-            x, tensors["weight"], tensors["scale"], tensors["global_scale"], tensors.get("input_global_scale"), bias,
-            prepared.constants["activation"],
-        )  # fmt: skip
-
-    def prepared_bytes(self, request: LinearRequest) -> int:
-        return prepared_bytes(request)
-
-
-def _obstacles(request: LinearRequest, hardware: Hardware) -> Iterator[str]:
-    yield from block_scaled_obstacles(request, hardware, (NVFP4, MXFP8), QUANTA)
-    yield from cublas_obstacles(request)
+        return _operation(*operands(x, prepared, bias))
 
 
 def _linear(
@@ -88,13 +73,9 @@ def _multiplied(
     )  # fmt: skip
 
 
-def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 _operation = define(
     "linear_scaled_mm_groups(Tensor x, Tensor weight, Tensor scale, Tensor global_scale, Tensor? input_global_scale, "
     "Tensor? bias, str activation) -> Tensor",
     _linear,
-    _fake,
+    fake,
 )
